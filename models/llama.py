@@ -1,4 +1,4 @@
-"""llama, mistral, SmolLM2: a pre-norm decoder with grouped queries and SwiGLU (Touvron et al., 2023)."""
+"""llama, mistral, SmolLM2: pre-norm decoder, grouped queries, SwiGLU (Touvron et al., 2023)."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Sizes:
 class Attention:
     """Grouped-query attention over the cache: norm+qkv, rope+append, sdpa, o+residual: four ops.
 
-    qk_norm: RMS norms of each head of q and k before the rotation. window 0: every earlier position.
+    qk_norm: RMS norms of each head of q and k before the rotation. window 0: all that came before.
     """
 
     def __init__(

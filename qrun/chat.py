@@ -14,7 +14,7 @@ Message = Mapping[str, Any]
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else chat_template of tokenizer_config.json (a string, or a named list)."""
+    """chat_template.jinja, else tokenizer_config.json's chat_template (a string, or a named list)."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")

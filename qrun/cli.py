@@ -142,7 +142,7 @@ def generate(
         _print_json(_summary(loaded, result))
     elif stream_json:
         _print_json({"result": _summary(loaded, result)})
-    elif not result.text.endswith("\n"):
+    elif result.text and not result.text.endswith("\n"):
         click.echo()
     if stats:
         _print_stats(loaded, result)
@@ -197,7 +197,7 @@ def convert(
 
 
 def main() -> None:
-    """Entry point: runs a command and turns every outcome into an exit code and at most two lines."""
+    """Run a command; turn every outcome into an exit code and at most two lines."""
     debug = "--debug" in sys.argv[1:]
     try:
         cli.main(standalone_mode=False)

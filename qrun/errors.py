@@ -1,4 +1,4 @@
-"""The exceptions qrun raises on purpose. Each knows its exit code, and may carry a hint: what to do next."""
+"""The exceptions qrun raises on purpose, with exit codes, and perhaps a hint: what to do next."""
 
 from __future__ import annotations
 

@@ -80,21 +80,25 @@ def load(
     build = model_class(config)
     checkpoint = Checkpoint(folder)
     compute = DTYPES[dtype] if dtype else default_dtype(checkpoint)
+    problem = _launch.native_problem()
+    if problem and mx.default_device().type == mx.cpu:
+        warnings.warn(f"{problem}: using MLX's own slow CPU product", stacklevel=2)
     weights = Weights(checkpoint, Declared(config), compute)
     built = build(config, weights)
     weights.finish(folder)
     tokenizer = Tokenizer(folder)
+    context = config.int("max_position_embeddings", 2048)
+    tied = config.bool("tie_word_embeddings", False)
     notes = [f"{name}: formats differ, so these run one by one" for name in weights.slow]
     ignored = [key for key in config.unread() if key not in HARMLESS]
     if ignored:
         notes.append(f"config.json: not used: {', '.join(ignored)}")
-    tied = config.bool("tie_word_embeddings", False)
     return LoadedModel(
         model=built,
         tokenizer=tokenizer,
         folder=folder,
         dtype=compute,
-        context=config.int("max_position_embeddings", 2048),
+        context=context,
         eos=stop_tokens(folder, config, tokenizer),
         step_bytes=checkpoint.nbytes - (0 if tied else _embedding_bytes(checkpoint)),
         load_seconds=time.perf_counter() - start,
@@ -155,9 +159,12 @@ def _embedding_bytes(checkpoint: Checkpoint) -> int:
 
 # Keys that describe training, bookkeeping or other software: ignoring them changes no result.
 HARMLESS = frozenset(
-    """architectures attention_dropout attn_implementation bos_token_id eos_token_id pad_token_id
-    dtype torch_dtype hidden_dropout initializer_range pretraining_tp transformers_version use_cache
-    is_llama_config model_type quantization quantization_config rope_interleaved
-    transformers.js_config num_hidden_layers tokenizer_class _name_or_path unsloth_fixed
-    unsloth_version max_window_layers layer_types resid_pdrop embd_pdrop""".split()
-)
+    {
+        "_name_or_path", "architectures", "attention_dropout", "attn_implementation",
+        "bos_token_id", "dtype", "embd_pdrop", "eos_token_id", "hidden_dropout",
+        "initializer_range", "is_llama_config", "layer_types", "max_window_layers", "model_type",
+        "pad_token_id", "pretraining_tp", "quantization", "quantization_config", "resid_pdrop",
+        "rope_interleaved", "tokenizer_class", "torch_dtype", "transformers.js_config",
+        "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+    }
+)  # fmt: skip

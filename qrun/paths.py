@@ -1,4 +1,4 @@
-"""Where the native sources and the model files lie: beside qrun/ in a checkout, inside it in a wheel."""
+"""Where kernels/ and models/ lie: beside qrun/ in a checkout, inside it in a wheel."""
 
 from __future__ import annotations
 

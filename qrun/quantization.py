@@ -1,4 +1,4 @@
-"""What a quantized matrix is: its spec, how codes lie in words, and how the spec is read off shapes.
+"""What a quantized matrix is: its spec, how codes lie in words, how shapes tell the spec.
 
 Layout (MLX's): `w` is uint32 (N, K*bits/32). Each row is one little-endian bit stream, so code k
 occupies bits k*bits .. k*bits+bits-1 of its row; 3-, 5- and 6-bit codes straddle words.
@@ -107,7 +107,7 @@ def pack(q: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint32]:
 
 
 def e4m3(code: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
-    """Values of OCP float8 e4m3 codes: 1 sign, 4 exponent (bias 7), 3 mantissa bits; no infinity."""
+    """Values of OCP float8 e4m3 codes: sign, 4 exponent bits (bias 7), 3 of mantissa; no infinity."""
     exponent = (code >> 3 & 15).astype(np.int32)
     mantissa = (code & 7).astype(np.float64)
     magnitude = np.where(
@@ -135,8 +135,5 @@ def dequantize_ref(
         s, b = scales.astype(np.float64), biases.astype(np.float64)
         return values * np.repeat(s, spec.group_size, 1) + np.repeat(b, spec.group_size, 1)
     values = e4m3(q) if spec.mode == "mxfp8" else E2M1[q]
-    if spec.mode == "nvfp4":
-        s = e4m3(scales)
-    else:
-        s = np.ldexp(1.0, scales.astype(np.int32) - 127)
+    s = e4m3(scales) if spec.mode == "nvfp4" else np.ldexp(1.0, scales.astype(np.int32) - 127)
     return values * np.repeat(s, spec.group_size, 1)

@@ -217,7 +217,7 @@ class Declared:
     def __init__(self, config: Config) -> None:
         level = config.level("quantization") or config.level("quantization_config")
         self.default: Quantization | None = None
-        self.layers: dict[str, Quantization | None | bool] = {}
+        self.layers: dict[str, Quantization | bool | None] = {}
         if level is None:
             return
         if "quant_method" in level and "group_size" not in level:
@@ -241,7 +241,7 @@ class Declared:
             elif value is False:
                 self.layers[name] = False
 
-    def of(self, path: str) -> Quantization | None | bool:
+    def of(self, path: str) -> Quantization | bool | None:
         """The entry for a module; False: dense; None: config.json says nothing."""
         return self.layers.get(path, self.default)
 

@@ -1,4 +1,4 @@
-"""A quantized matrix as the ops take it: three arrays as in the file, or one array a backend packed."""
+"""A quantized matrix as ops take it: three arrays as in the file, or one that a backend packed."""
 
 from __future__ import annotations
 

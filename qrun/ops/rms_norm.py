@@ -1,4 +1,4 @@
-"""rms_norm: y = x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019)."""
+"""rms_norm: x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""sdpa: causal attention over the cache, softmax(q k^T * scale) v, online (Milakov, Gimelshein 2018).
+"""sdpa: causal attention over the cache, softmax(q k^T * scale) v (Vaswani et al., 2017).
 
-L new queries sit at positions offset .. offset+L-1; the cache holds keys and values of all positions
-up to there. Query i sees key j if j <= i, and with a window w only if j > i - w.
+L new queries sit at positions offset .. offset+L-1; the cache holds keys and values of all
+positions up to there. Query i sees key j if j <= i, and with a window w only if j > i - w.
 """
 
 from __future__ import annotations
@@ -72,6 +72,6 @@ def sdpa_ref(
 
 
 def sdpa_bytes(q: mx.array, k_cache: mx.array, keys: int) -> int:
-    """q and result once; the keys and values of `keys` positions once, shared by a group of heads."""
+    """q and result once; keys and values of `keys` positions once, shared by a group of heads."""
     b, hkv, _, d = k_cache.shape
     return 2 * q.nbytes + 2 * b * hkv * keys * d * k_cache.itemsize

@@ -1,4 +1,4 @@
-"""swiglu: silu(gate) * up on interleaved columns (Shazeer, 2020). For products that cannot fuse it."""
+"""swiglu: silu(gate) * up on interleaved columns (Shazeer, 2020), where no product fuses it."""
 
 from __future__ import annotations
 
