@@ -270,7 +270,20 @@ def write_json(path: Path, value: Any) -> None:
 
 # ---- tokenizers
 
-_MERGES = ["t h", "Ġ t", "Ġt h", "Ġth e", "e r", "i n", "Ġ a", "o n", "l l", "h e", "he ll", "hell o"]
+_MERGES = [
+    "t h",
+    "Ġ t",
+    "Ġt h",
+    "Ġth e",
+    "e r",
+    "i n",
+    "Ġ a",
+    "o n",
+    "l l",
+    "h e",
+    "he ll",
+    "hell o",
+]
 
 
 def byte_level() -> tokenizers.Tokenizer:
