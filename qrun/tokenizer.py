@@ -125,10 +125,11 @@ class StopFinder:
         if self.found:
             return ""
         self._held += text
-        ends = [i for i in (self._held.find(s) for s in self._stops) if i >= 0]
-        if ends:
+        # The one completed first counts, so that the result does not depend on how text is cut.
+        found = [(i + len(s), i) for s in self._stops if (i := self._held.find(s)) >= 0]
+        if found:
             self.found = True
-            return self._held[: min(ends)]
+            return self._held[: min(found)[1]]
         keep = 0 if last else self._undecided()
         ready = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
