@@ -225,7 +225,7 @@ def bench(
     out: Path | None,
     plot: Path | None,
 ) -> None:
-    """Measure the kernels, and MODEL if given, against this machine's ceilings and against peers."""
+    """Measure the kernels, and MODEL if given, against the machine's ceilings and peers."""
     import shlex
 
     import qrun
@@ -396,6 +396,7 @@ def _print_stats(model: LoadedModel, result: Generation) -> None:
 
     first = model.load_seconds + result.timings.prefill
     rate = result.decode_rate * (model.step_bytes + result.cache_bytes)
+    peak = peak_memory()  # before measuring the bandwidth, which takes memory itself
     wall = read_bandwidth()
     lines = [
         f"load      {model.load_seconds:8.3f} s",
@@ -404,7 +405,7 @@ def _print_stats(model: LoadedModel, result: Generation) -> None:
         f"decode    {result.decode_rate:8.1f} tok/s   {len(result.tokens)} tokens",
         f"memory    {rate / 1e9:8.2f} GB/s    {rate / wall:.0%} of the {wall / 1e9:.1f} GB/s "
         "measured here",
-        f"peak      {peak_memory() / 1e6:8.0f} MB",
+        f"peak      {peak / 1e6:8.0f} MB",
     ]
     click.echo("\n".join(lines), err=True)
 

@@ -52,7 +52,7 @@ def table(rows: Sequence[Row]) -> str:
         ]
         lines.append([row.what, f"{row.rate:.1f}", row.unit, ceiling, share, *peers])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    first = widths[0]
+    first, *rest = widths
     return "\n".join(
         "  ".join(
             [line[0].ljust(first), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]

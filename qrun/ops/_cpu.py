@@ -19,7 +19,6 @@ QMV_ROWS = 8
 
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
-sdpa = _ext.sdpa
 
 
 def pack(m: QuantizedMatrix) -> mx.array | None:
@@ -117,9 +116,9 @@ def rope(
     k_norm: mx.array | None,
     eps: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    _, kv_heads, _, head_dim = k_cache.shape
+    batch, kv_heads, _, head_dim = k_cache.shape
     return _ext.rope(
-        qkv,
+        qkv.reshape(batch, qkv.shape[0] // batch, qkv.shape[1]),
         k_cache,
         v_cache,
         offset,
@@ -131,3 +130,17 @@ def rope(
         k_norm=k_norm,
         eps=eps,
     )
+
+
+def sdpa(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    offset: mx.array,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> mx.array:
+    y = _ext.sdpa(q, k_cache, v_cache, offset, scale=scale, window=window, softcap=softcap)
+    return y.reshape(-1, y.shape[-1])
