@@ -53,12 +53,11 @@ def table(rows: Sequence[Row]) -> str:
         lines.append([row.what, f"{row.rate:.1f}", row.unit, ceiling, share, *peers])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     first, *rest = widths
-    return "\n".join(
-        "  ".join(
-            [line[0].ljust(first), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
-        )
+    padded = [
+        [line[0].ljust(first), *(c.rjust(w) for c, w in zip(line[1:], rest, strict=True))]
         for line in lines
-    )
+    ]
+    return "\n".join("  ".join(cells) for cells in padded)
 
 
 def plot(measured: dict[str, Any], path: Path) -> None:
