@@ -61,7 +61,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(measured: dict[str, Any], path: Path) -> None:
-    """The roofline (Williams et al., 2009): kernels by operations a byte and operations a second."""
+    """The roofline (Williams et al., 2009): operations a second over operations a byte."""
     try:
         import matplotlib
     except ImportError:
