@@ -83,7 +83,7 @@ class Sampler:
             self.counts = mx.zeros((vocab,))
             seen = np.zeros(vocab, np.bool_)
             seen[[i for i in prompt if i < vocab]] = True
-            self.in_prompt = mx.array(seen)
+            self.in_prompt = mx.array(seen.tolist())
 
     def __call__(self, logits: mx.array) -> mx.array:
         """logits (1, V) -> the token, int32 (1,); -1 if any logit is NaN or infinite."""

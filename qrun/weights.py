@@ -7,7 +7,7 @@ lists them all. What a matrix is stored as is read off its shapes and compared w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import mlx.core as mx
 
@@ -217,7 +217,7 @@ class Declared:
     def __init__(self, config: Config) -> None:
         level = config.level("quantization") or config.level("quantization_config")
         self.default: Quantization | None = None
-        self.layers: dict[str, Quantization | bool | None] = {}
+        self.layers: dict[str, Quantization | Literal[False]] = {}
         if level is None:
             return
         if "quant_method" in level and "group_size" not in level:
@@ -241,7 +241,7 @@ class Declared:
             elif value is False:
                 self.layers[name] = False
 
-    def of(self, path: str) -> Quantization | bool | None:
+    def of(self, path: str) -> Quantization | Literal[False] | None:
         """The entry for a module; False: dense; None: config.json says nothing."""
         return self.layers.get(path, self.default)
 
