@@ -23,9 +23,7 @@ def text_of(folder: Path, messages: list[dict[str, str]]) -> str:
 @pytest.mark.parametrize("form", ["string", "list", "jinja"])
 def test_case_11_all_sources_of_a_template(form: str, tmp_path: Path) -> None:
     folder = tiny(tmp_path, template_form=form)
-    assert text_of(folder, HELLO) == (
-        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert text_of(folder, HELLO) == ("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_case_11_the_jinja_file_wins(tmp_path: Path) -> None:
