@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +98,7 @@ class _Job:
     def encode(self, raw: npt.NDArray[np.uint8]) -> list[Array]:
         """Some raw rows of the tensor as the same rows of each output."""
         t = self.tensor
-        if t.stored == self.dtype and t.add == 0.0:
+        if self.spec is None and t.stored == self.dtype and t.stored not in FLOATS:
             return [raw]
         if self.keep and self.spec:
             codes, scales, biases = gguf_blocks.affine(t.stored, raw)
@@ -115,17 +115,18 @@ class _Job:
         return [w, *(g if self.spec.mode != "affine" else self.cast(g) for g in grouped)]
 
     def cast(self, values: npt.NDArray[np.float32]) -> Array:
+        """Float32 values in the job's dtype (bfloat16 as its bits), or a refusal by name."""
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"tensor {self.tensor.name} holds NaN or infinity")
         if self.dtype == "BF16":
-            u = np.ascontiguousarray(values).view(np.uint32)
-            narrow = ((u + (0x7FFF + (u >> 16 & 1))) >> 16).astype(np.uint16)
+            bits = np.ascontiguousarray(values).view(np.uint32)
+            narrow = ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
             finite = (narrow & 0x7F80) != 0x7F80
         else:
             with np.errstate(over="ignore"):
                 narrow = values.astype("<f2" if self.dtype == "F16" else "<f4")
             finite = np.isfinite(narrow)
         if not finite.all():
-            if not np.isfinite(values).all():
-                raise CheckpointError(f"tensor {self.tensor.name} holds NaN or infinity")
             raise CheckpointError(
                 f"tensor {self.tensor.name} holds values beyond the largest {self.dtype}",
                 hint="convert with --dtype float32",
@@ -263,7 +264,7 @@ def _plan(t: SourceTensor, source: Source, asked: _Asked, dtype: str) -> _Job:
             return _Job(t, kept, True, target)
     spec = asked.spec(default_group=gguf_blocks.GROUP if source.kind == "gguf" else 64)
     wanted = block or source.kind == "huggingface" or asked.anything
-    if matrix and wanted and t.shape[-1] % spec.group_size == 0:
+    if matrix and wanted and t.width % spec.group_size == 0:
         return _Job(t, spec, False, target)
     return _Job(t, None, False, target)
 
@@ -293,7 +294,7 @@ def _write_tensors(
     done = 0
     for job in jobs:
         names = [planned.name for planned in job.outputs()]
-        step = max(1, CHUNK // job.tensor.shape[-1])
+        step = max(1, CHUNK // job.tensor.width)
         for first in range(0, job.tensor.row_count, step):
             raw = job.tensor.rows(first, min(first + step, job.tensor.row_count))
             try:
@@ -340,7 +341,7 @@ def _check_target(src: Path, dst: Path, force: bool) -> None:
 
 
 @contextmanager
-def _new_folder(dst: Path) -> Iterator[Path]:
+def _new_folder(dst: Path) -> Generator[Path]:
     """A hidden folder beside `dst` that becomes `dst` if the block ends well, and goes if not."""
     folder = None
     try:

@@ -50,8 +50,11 @@ TYPES: dict[int, tuple[str, int, int]] = {
     39: ("MXFP4", 32, 17),
 }
 
-_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"}
-_SCALARS |= {7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8"}
+_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1"} | {
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 _MAX_NESTING = 4
@@ -81,7 +84,7 @@ class GGUF:
     def rows(self, name: str) -> Bytes:
         """The raw bytes of a matrix (N, bytes of a row); a vector (n,) comes as n rows of one."""
         t = self.tensors[name]
-        count = int(np.prod(t.shape[:-1])) if len(t.shape) > 1 else t.shape[0]
+        count = t.shape[0] if len(t.shape) == 1 else int(np.prod(t.shape[:-1]))
         return self.data[t.start : t.start + t.nbytes].reshape(count, -1)
 
 
@@ -178,7 +181,7 @@ class _Cursor:
     """A place in the mapped header that never leaves the file."""
 
     def __init__(self, path: Path, data: Bytes) -> None:
-        self.path, self.view, self.at = path, memoryview(data), 0
+        self.path, self.view, self.at = path, data.data, 0
 
     def need(self, count: int, what: str) -> None:
         if count > len(self.view) - self.at:

@@ -24,8 +24,9 @@ import numpy.typing as npt
 
 from qrun.errors import QrunError
 
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
+# uint8 and float32; numpy's own annotations forget that shifts and products keep these
+Bytes = npt.NDArray[Any]
+Floats = npt.NDArray[Any]
 
 GROUP = 32
 AFFINE_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5}

@@ -156,7 +156,11 @@ class _Reader:
         if arch.optional_biases:
             config["attention_bias"] = "blk.0.attn_q.bias" in tensors
             config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
-        return config | arch.extra | rope_config(self.gguf, self.prefix, head_dim, self.number, self.count)
+        return (
+            config
+            | arch.extra
+            | rope_config(self.gguf, self.prefix, head_dim, self.number, self.count)
+        )
 
     def embedding_rows(self) -> int:
         if "token_embd.weight" not in self.gguf.tensors:
@@ -261,5 +265,3 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
         shapes[f"{norm}_layernorm"] = (hidden,)
     return shapes
-
-

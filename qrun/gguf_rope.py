@@ -13,7 +13,6 @@ from qrun.errors import CheckpointError
 from qrun.gguf import GGUF
 from qrun.gguf_blocks import dequantize
 
-
 Number = Callable[[str, float], float]
 Count = Callable[[str, int], int]
 

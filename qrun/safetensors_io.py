@@ -12,15 +12,15 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from qrun.errors import CheckpointError
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
-ITEM_BYTES |= {"U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+_BY_BYTES = {8: "F64 I64 U64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "I8 U8 BOOL"}
+ITEM_BYTES = {name: nbytes for nbytes, names in _BY_BYTES.items() for name in names.split()}
 MAX_SHARD_BYTES = 5_000_000_000
 _MAX_HEADER = 100_000_000  # the format's own limit
 _ALIGN = 64  # tensors of whole cache lines then start on one
@@ -51,9 +51,9 @@ def read_safetensors(path: Path) -> dict[str, TensorView]:
         raise _damaged(path, "its header is not JSON") from None
     if not isinstance(header, dict):
         raise _damaged(path, "its header is no table")
-    header.pop("__metadata__", None)
+    entries = {k: v for k, v in cast(dict[str, Any], header).items() if k != "__metadata__"}
     data: npt.NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")[8 + length :]
-    return {name: _view(path, name, entry, data) for name, entry in header.items()}
+    return {name: _view(path, name, entry, data) for name, entry in entries.items()}
 
 
 def _view(path: Path, name: str, entry: Any, data: npt.NDArray[np.uint8]) -> TensorView:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,10 @@ class SourceTensor:
     @property
     def row_count(self) -> int:
         return int(np.prod(self.shape[:-1])) if len(self.shape) > 1 else self.size
+
+    @property
+    def width(self) -> int:
+        return self.shape[-1]
 
     @property
     def size(self) -> int:
@@ -125,12 +129,12 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: not a JSON object")
-    return found
+    return cast(dict[str, Any], found)
 
 
 def _from_view(name: str, view: TensorView) -> SourceTensor:
-    shape = view.shape or (1,)
-    count = int(np.prod(shape[:-1])) if len(shape) > 1 else shape[0]
+    shape = view.shape if view.shape else (1,)
+    count = shape[0] if len(shape) == 1 else int(np.prod(shape[:-1]))
     raw = view.data.reshape(count, -1) if count else view.data.reshape(0, 1)
     return SourceTensor(name, shape, view.dtype, lambda i, j: raw[i:j])
 
@@ -147,13 +151,14 @@ def _read_tensors(path: Path) -> dict[str, TensorView]:
             )
         if len(files) > 1 or re.search(r"-of-\d+\.safetensors$", files[0].name):
             raise CheckpointError(
-                f"{path}: {files[0].name} is a shard, but {INDEX} is missing",
+                f"{files[0]}: a shard, but {INDEX} is missing",
                 hint="download the index too, and all shards it names",
             )
         return dict(sorted(read_safetensors(files[0]).items()))
-    places = read_json(index_path).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(v, str) for v in places.values()):
+    listing = read_json(index_path).get("weight_map")
+    if not isinstance(listing, dict):
         raise CheckpointError(f"{index_path}: no weight_map")
+    places = {str(name): str(file) for name, file in cast(dict[str, Any], listing).items()}
     named = set(places.values())
     for name in sorted(named):
         if not (path / name).is_file() or Path(name).name != name:
