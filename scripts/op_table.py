@@ -1,6 +1,6 @@
 """Write the op x backend table into README.md and kernels/README.md, from what lies in kernels/.
 
-Usage: python scripts/op_table.py [--check]; with --check it changes nothing and fails if one is old.
+Usage: python scripts/op_table.py [--check]; with --check nothing is written, an old table fails.
 """
 
 from __future__ import annotations
