@@ -25,7 +25,8 @@ from qrun import gguf_blocks
 from qrun.errors import CheckpointError, QrunError, UsageError
 from qrun.gguf import is_gguf
 from qrun.gguf_models import read_gguf
-from qrun.safetensors_io import Planned, SafetensorsWriter
+from qrun.quantization import MODES, Quantization
+from qrun.safetensors_writer import Planned, SafetensorsWriter
 from qrun.source import FLOATS, Source, SourceTensor, read_folder
 
 Progress = Callable[[str, int, int], None]
@@ -33,26 +34,7 @@ Array = npt.NDArray[Any]
 
 CHUNK = 1 << 22  # elements quantized at a time
 DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
-# mode: default group size and bits, all group sizes, all bits
-MODES: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {
-    "affine": (64, 4, (32, 64, 128), (2, 3, 4, 5, 6, 8)),
-    "mxfp4": (32, 4, (32,), (4,)),
-    "mxfp8": (32, 8, (32,), (8,)),
-    "nvfp4": (16, 4, (16,), (4,)),
-}
 _ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight")  # small, and everything follows
-
-
-@dataclass(frozen=True)
-class Spec:
-    """How a matrix is quantized, as config.json says it."""
-
-    group_size: int
-    bits: int
-    mode: str
-
-    def entry(self) -> dict[str, Any]:
-        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
 @dataclass(frozen=True)
@@ -76,7 +58,7 @@ class _Job:
     """One tensor on its way: what is read, how it is encoded, what is written."""
 
     tensor: SourceTensor
-    spec: Spec | None  # None: dense
+    spec: Quantization | None  # None: dense
     keep: bool  # take the GGUF's integers as they are
     dtype: str  # of the dense values, or of scales and biases, by safetensors name
 
@@ -134,7 +116,7 @@ class _Job:
         return narrow
 
 
-def _quantize(values: npt.NDArray[np.float32], spec: Spec) -> list[Array]:
+def _quantize(values: npt.NDArray[np.float32], spec: Quantization) -> list[Array]:
     """MLX's own quantization of rows (R, K), on the CPU whatever the default device is."""
     import mlx.core as mx  # here, because a GGUF that is kept as it is needs no MLX
 
@@ -216,36 +198,36 @@ class _Asked:
     def anything(self) -> bool:
         return (self.bits, self.group_size, self.mode) != (None, None, None)
 
-    def allows(self, spec: Spec) -> bool:
+    def allows(self, spec: Quantization) -> bool:
         return (
             self.bits in (None, spec.bits)
             and self.group_size in (None, spec.group_size)
             and self.mode in (None, spec.mode)
         )
 
-    def spec(self, default_group: int) -> Spec:
+    def spec(self, default_group: int) -> Quantization:
         mode = self.mode or "affine"
-        group, bits, _, _ = MODES[mode]
+        group, bits = MODES.get(mode, (0, 0))  # Quantization refuses an unknown mode
         if mode == "affine":
             group = default_group
-        return Spec(self.group_size or group, self.bits or bits, mode)
+        return Quantization(
+            bits if self.bits is None else self.bits,
+            group if self.group_size is None else self.group_size,
+            mode,
+        )
 
 
 def _check_options(
     bits: int | None, group_size: int | None, mode: str | None, dtype: str | None
 ) -> _Asked:
-    if mode is not None and mode not in MODES:
-        raise UsageError(f"unknown mode {mode!r}", hint=f"one of: {', '.join(MODES)}")
-    _, _, groups, widths = MODES[mode or "affine"]
-    for name, value, known in (("bits", bits, widths), ("group size", group_size, groups)):
-        if value is not None and value not in known:
-            raise UsageError(
-                f"{mode or 'affine'} has no {name} {value}",
-                hint=f"one of: {', '.join(map(str, known))}",
-            )
+    asked = _Asked(bits, group_size, mode)
+    try:
+        asked.spec(default_group=64)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}", hint=f"one of: {', '.join(DTYPES)}")
-    return _Asked(bits, group_size, mode)
+    return asked
 
 
 def _plan(t: SourceTensor, source: Source, asked: _Asked, dtype: str) -> _Job:
@@ -257,7 +239,7 @@ def _plan(t: SourceTensor, source: Source, asked: _Asked, dtype: str) -> _Job:
         return _Job(t, None, False, t.stored)  # integers, as they are
     matrix = len(t.shape) > 1 and t.name.endswith(".weight") and not t.name.endswith(_ROUTERS)
     if matrix and t.stored in gguf_blocks.AFFINE_BITS:
-        kept = Spec(gguf_blocks.GROUP, gguf_blocks.AFFINE_BITS[t.stored], "affine")
+        kept = Quantization(gguf_blocks.AFFINE_BITS[t.stored], gguf_blocks.GROUP)
         if asked.allows(kept):
             if target == "BF16" and t.stored in gguf_blocks.EXACT_IN_FLOAT16:
                 target = "F16"  # bfloat16 would round the scales
@@ -271,18 +253,22 @@ def _plan(t: SourceTensor, source: Source, asked: _Asked, dtype: str) -> _Job:
 
 def _quantization(jobs: list[_Job]) -> dict[str, Any] | None:
     """The commonest spec by elements, and an entry for each module that differs from it."""
-    sizes = Counter[Spec]()
+    sizes = Counter[Quantization]()
     for job in jobs:
         if job.spec:
             sizes[job.spec] += job.tensor.size
     if not sizes:
         return None
     common = sizes.most_common(1)[0][0]
-    return common.entry() | {
-        job.tensor.name.removesuffix(".weight"): job.spec.entry()
+    return _entry(common) | {
+        job.tensor.name.removesuffix(".weight"): _entry(job.spec)
         for job in jobs
         if job.spec and job.spec != common
     }
+
+
+def _entry(spec: Quantization) -> dict[str, Any]:
+    return {"group_size": spec.group_size, "bits": spec.bits, "mode": spec.mode}
 
 
 # ---- writing

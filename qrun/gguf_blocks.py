@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qrun import quantization
 from qrun.errors import QrunError
 
 # uint8 and float32; numpy's own annotations forget that shifts and products keep these
@@ -134,13 +135,9 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 
 def pack(codes: Bytes, bits: int) -> npt.NDArray[np.uint32]:
-    """Integers (N, K) as MLX's little-endian bit stream (N, K*bits/32)."""
-    n = codes.shape[0]
+    """`quantization.pack`, quickly for the two widths that almost every tensor has."""
     if bits == 8:
-        stream = codes
-    elif bits == 4:
-        stream = codes[:, 0::2] | codes[:, 1::2] << 4
-    else:
-        planes = np.unpackbits(codes[..., None], axis=2, count=bits, bitorder="little")
-        stream = np.packbits(planes.reshape(n, -1), axis=1, bitorder="little")
-    return np.ascontiguousarray(stream).view("<u4")
+        return np.ascontiguousarray(codes).view("<u4")
+    if bits == 4:
+        return np.ascontiguousarray(codes[:, 0::2] | codes[:, 1::2] << 4).view("<u4")
+    return quantization.pack(codes, bits)

@@ -5,23 +5,22 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from qrun.checkpoint import Checkpoint, Tensor
+from qrun.config import read_json
 from qrun.errors import CheckpointError
-from qrun.safetensors_io import TensorView, read_safetensors
 
 Bytes = npt.NDArray[np.uint8]
 FLOATS = ("F32", "F16", "BF16")
-INDEX = "model.safetensors.index.json"
 SMALL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -53,7 +52,7 @@ class SourceTensor:
 
     @property
     def row_count(self) -> int:
-        return int(np.prod(self.shape[:-1])) if len(self.shape) > 1 else self.size
+        return prod(self.shape[:-1]) if len(self.shape) > 1 else self.size
 
     @property
     def width(self) -> int:
@@ -61,7 +60,7 @@ class SourceTensor:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,14 @@ def read_folder(path: Path) -> Source:
                 hint="convert the float checkpoint it was made from",
             )
     config.pop("auto_map", None)  # names Python files, which are never copied
-    views = _read_tensors(path)
+    found = Checkpoint(path).tensors
     if config.get("tie_word_embeddings") is True:
-        views.pop("lm_head.weight", None)
+        found.pop("lm_head.weight", None)
+    files = {file: _map(file) for file in {t.file for t in found.values()}}
     tensors = [
-        _from_view(name, view)
-        for name, view in views.items()
-        if not name.endswith("rotary_emb.inv_freq")
+        _rows(files[t.file], name, t)
+        for name, t in sorted(found.items(), key=lambda item: _natural(item[0]))
+        if t.start < t.stop and not name.endswith("rotary_emb.inv_freq")
     ]
     declared = config.get("torch_dtype", config.get("dtype"))
     notes: list[str] = []
@@ -118,63 +118,16 @@ def read_folder(path: Path) -> Source:
     return Source("huggingface", path, config, tensors, dtype, copies=copies, notes=notes)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path}: missing", hint="give a .gguf file, or a folder with config.json"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return cast(dict[str, Any], found)
+def _map(path: Path) -> Bytes:
+    return np.memmap(path, dtype=np.uint8, mode="r")
 
 
-def _from_view(name: str, view: TensorView) -> SourceTensor:
-    shape = view.shape if view.shape else (1,)
-    count = shape[0] if len(shape) == 1 else int(np.prod(shape[:-1]))
-    raw = view.data.reshape(count, -1) if count else view.data.reshape(0, 1)
-    return SourceTensor(name, shape, view.dtype, lambda i, j: raw[i:j])
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A sort key by which layer 10 comes after layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def _read_tensors(path: Path) -> dict[str, TensorView]:
-    """Every tensor of the folder, by name, with the index held against the disk both ways."""
-    files = sorted(path.glob("model*.safetensors"))
-    index_path = path / INDEX
-    if not index_path.is_file():
-        if not files:
-            raise CheckpointError(
-                f"{path}: no model.safetensors",
-                hint="qrun reads GGUF files and safetensors folders, not PyTorch .bin or .pth",
-            )
-        if len(files) > 1 or re.search(r"-of-\d+\.safetensors$", files[0].name):
-            raise CheckpointError(
-                f"{files[0]}: a shard, but {INDEX} is missing",
-                hint="download the index too, and all shards it names",
-            )
-        return dict(sorted(read_safetensors(files[0]).items()))
-    listing = read_json(index_path).get("weight_map")
-    if not isinstance(listing, dict):
-        raise CheckpointError(f"{index_path}: no weight_map")
-    places = {str(name): str(file) for name, file in cast(dict[str, Any], listing).items()}
-    named = set(places.values())
-    for name in sorted(named):
-        if not (path / name).is_file() or Path(name).name != name:
-            raise CheckpointError(
-                f"{path / name}: missing, but {INDEX} names it", hint="download that file"
-            )
-    for stray in (f for f in files if f.name not in named):
-        raise CheckpointError(
-            f"{stray}: not named in {INDEX}", hint="remove it, or download the whole folder again"
-        )
-    found: dict[str, TensorView] = {}
-    for name in sorted(named):
-        views = read_safetensors(path / name)
-        listed = {t for t, file in places.items() if file == name}
-        for wrong in sorted(listed ^ views.keys()):
-            where = "is not in the file" if wrong in listed else f"is not listed in {INDEX}"
-            raise CheckpointError(f"{path / name}: tensor {wrong} {where}")
-        found |= views
-    return dict(sorted(found.items()))
+def _rows(file: Bytes, name: str, t: Tensor) -> SourceTensor:
+    shape = t.shape if t.shape else (1,)
+    raw = file[t.start : t.stop].reshape(prod(shape) // shape[-1] if shape[1:] else shape[0], -1)
+    return SourceTensor(name, shape, t.dtype, lambda i, j: raw[i:j])

@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from gguf_writer import random_blocks, reference, tiny_llama, write_gguf
 
 import qrun.convert
-import qrun.safetensors_io
+import qrun.safetensors_writer
 from qrun.convert import convert
 from qrun.errors import CheckpointError, QrunError, UsageError
 from qrun.gguf import open_gguf
 from qrun.gguf_models import half_split_order
 from qrun.gguf_rope import llama3_factors
-from qrun.safetensors_io import TensorView, read_safetensors
+from tests.gguf_writer import random_blocks, reference, tiny_llama, write_gguf
+
+
+@dataclass(frozen=True)
+class TensorView:
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray  # (bytes,)
+
+
+def read_safetensors(path: Path) -> dict[str, TensorView]:
+    content = np.fromfile(path, np.uint8)
+    start = 8 + int(content[:8].view("<u8")[0])
+    header = json.loads(content[8:start].tobytes())
+    header.pop("__metadata__", None)
+    return {
+        name: TensorView(e["dtype"], tuple(e["shape"]), content[start:][slice(*e["data_offsets"])])
+        for name, e in header.items()
+    }
+
 
 Change = Callable[[dict[str, Any], dict[str, Any]], object]
 
@@ -548,7 +565,7 @@ def test_shards(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         write_safetensors(folder / name, {n: tensors[n] for n in half})
         where |= dict.fromkeys(half, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    monkeypatch.setattr(qrun.safetensors_io, "MAX_SHARD_BYTES", 8000)
+    monkeypatch.setattr(qrun.safetensors_writer, "MAX_SHARD_BYTES", 8000)
     report = convert(folder, tmp_path / "many")
     index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
     assert report.shards == len(set(index["weight_map"].values())) > 1
@@ -570,7 +587,7 @@ def test_items_are_aligned(folder: Path, tmp_path: Path) -> None:
     assert start % 64 == 0
     for name, entry in header.items():
         if name != "__metadata__":
-            item = qrun.safetensors_io.ITEM_BYTES[entry["dtype"]]
+            item = qrun.safetensors_writer.ITEM_BYTES[entry["dtype"]]
             assert (start + entry["data_offsets"][0]) % item == 0
 
 
@@ -612,61 +629,26 @@ def wrongly_indexed(folder: Path) -> None:
     [
         (spoil("config.json", lambda _: None), "config.json", "missing"),
         (spoil("config.json", lambda c: c[:-5]), "config.json", "not valid JSON"),
-        (spoil("config.json", lambda _: b"\xff\xfe"), "config.json", "not valid JSON"),
-        (spoil("config.json", lambda _: b"[]"), "config.json", "not a JSON object"),
         (config_with(model_type=None), "config.json", "no model_type"),
         (config_with(quantization={"bits": 4}), "in", "already quantized (quantization"),
         (config_with(quantization_config={"quant_method": "awq"}), "in", "already quantized"),
         (spoil("model.safetensors", lambda _: None), "in", "no model.safetensors"),
-        (spoil("model.safetensors", lambda _: b""), "model.safetensors", "only 0 bytes"),
         (spoil("model.safetensors", lambda c: c[:-1]), "model.safetensors", "truncated"),
-        (spoil("model.safetensors", lambda c: c[: len(c) // 2]), "model.safetensors", "truncated"),
-        (spoil("model.safetensors", lambda c: c[:50]), "model.safetensors", "header claims"),
-        (spoil("model.safetensors", lambda c: b"\xff" * 99), "model.safetensors", "header claims"),
-        (
-            spoil("model.safetensors", lambda c: c[:8] + b"?" + c[9:]),
-            "model.safetensors",
-            "not JSON",
-        ),
-        (
-            spoil("model.safetensors", lambda _: b"version https://git-lfs.github.com/spec/v1\n"),
-            "model.safetensors",
-            "git-lfs pointer",
-        ),
-        (
-            spoil("model.safetensors", lambda _: b"<!DOCTYPE html><html></html>"),
-            "model.safetensors",
-            "HTML page",
-        ),
-        (
-            spoil("model.safetensors", lambda c: c.replace(b"[50, 128]", b"[50, 129]")),
-            "model.safetensors",
-            "contradicts itself",
-        ),
-        (
-            spoil("model.safetensors", lambda c: c.replace(b'"BF16"', b'"XX16"')),
-            "model.safetensors",
-            "dtype XX16",
-        ),
-        (to_shard, SHARD, "a shard, but model.safetensors.index.json is missing"),
+        (spoil("model.safetensors", lambda c: c[:50]), "model.safetensors", "truncated"),
+        (spoil("model.safetensors", lambda _: b"<html></html>"), "model.safetensors", "web page"),
+        (to_shard, SHARD, f"no {INDEX}"),
         (half_indexed, "model-00002-of-00002.safetensors", "missing"),
-        (wrongly_indexed, SHARD, "is not listed in"),
-        (spoil(INDEX, lambda _: b"{"), INDEX, "not valid JSON"),
-        (spoil(INDEX, lambda _: b"{}"), INDEX, "no weight_map"),
-        (
-            spoil(INDEX, lambda _: b'{"weight_map": {"a": "../x.safetensors"}}'),
-            "x.safetensors",
-            "missing",
-        ),
+        (wrongly_indexed, SHARD, "omits"),
     ],
 )
 def test_refuses_damaged_folders(
     folder: Path, tmp_path: Path, damage: Callable[[Path], None], file: str, reason: str
 ) -> None:
+    """The checks are the loader's; here, that they come before anything is written."""
     damage(folder)
     with pytest.raises(CheckpointError) as error:
         convert(folder, tmp_path / "out")
-    assert f"{file}: " in str(error.value)
+    assert file in str(error.value)
     assert reason in str(error.value)
     assert "\n" not in str(error.value)
     assert os.listdir(tmp_path) == ["in"]
@@ -685,10 +667,10 @@ def test_refuses_nan(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"bits": 7}, "affine has no bits 7"),
-        ({"group_size": 16}, "affine has no group size 16"),
-        ({"mode": "mxfp4", "bits": 8}, "mxfp4 has no bits 8"),
-        ({"mode": "int4"}, "unknown mode 'int4'"),
+        ({"bits": 7}, "7 bits are not supported"),
+        ({"group_size": 16}, "group size 16 is not supported"),
+        ({"mode": "mxfp4", "bits": 8}, "mxfp4 is 4 bits in groups of 32"),
+        ({"mode": "int4"}, "unknown quantization mode 'int4'"),
         ({"dtype": "float64"}, "unknown dtype 'float64'"),
     ],
 )
@@ -754,7 +736,7 @@ def test_interruption_leaves_nothing(
     assert sorted(os.listdir(tmp_path)) == (["in", "out"] if existing else ["in"])
 
 
-def test_full_disk_is_one_line(folder: Path, tmp_path: Path) -> None:
+def test_full_disk_is_one_line(folder: Path, tmp_path: Path, python: Callable[..., str]) -> None:
     """A real write error: the process may not make files of more than 4,000 bytes."""
     script = """
         import resource, sys
@@ -766,13 +748,10 @@ def test_full_disk_is_one_line(folder: Path, tmp_path: Path) -> None:
         except QrunError as error:
             print(error, "|", error.hint)
     """
-    command = [sys.executable, "-c", textwrap.dedent(script), folder, tmp_path / "out"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == (
+    assert python(textwrap.dedent(script), folder, tmp_path / "out") == (
         f"{tmp_path / 'out'}: cannot be written: File too large | "
         "free some space, or choose another disk\n"
     )
-    assert done.stderr == ""
     assert os.listdir(tmp_path) == ["in"]
 
 
@@ -784,7 +763,7 @@ def test_progress(folder: Path, tmp_path: Path) -> None:
     assert seen[-1] == ("converting", report.nbytes, report.nbytes)
 
 
-def test_memory_stays_small(tmp_path: Path) -> None:
+def test_memory_stays_small(tmp_path: Path, python: Callable[..., str]) -> None:
     """A 96 MiB tensor passes through in pieces."""
     script = """
         import resource, sys
@@ -808,7 +787,5 @@ def test_memory_stays_small(tmp_path: Path) -> None:
     big(metadata, tensors)
     metadata["llama.feed_forward_length"] = inner
     src = write_gguf(tmp_path / "in.gguf", metadata, tensors)
-    command = [sys.executable, "-c", textwrap.dedent(script), src, tmp_path / "out"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
     mapped = src.stat().st_size // 1024  # pages of the mapped source count as resident
-    assert int(done.stdout) < mapped + 120_000
+    assert int(python(textwrap.dedent(script), src, tmp_path / "out")) < mapped + 120_000
