@@ -1,5 +1,6 @@
 """One file an op: its contract, its float64 reference, the bytes it must move, its launch."""
 
+from qrun.ops.argmax import argmax
 from qrun.ops.embedding import embedding
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.qmm import qmm
@@ -11,6 +12,7 @@ from qrun.ops.swiglu import swiglu
 
 __all__ = [
     "QuantizedMatrix",
+    "argmax",
     "embedding",
     "qmm",
     "qmv",

@@ -19,6 +19,7 @@ QMV_ROWS = 8
 
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
+argmax = _ext.argmax
 
 
 def pack(m: QuantizedMatrix) -> mx.array | None:
@@ -91,7 +92,7 @@ def _stream(m: QuantizedMatrix) -> mx.array:
 
 def embedding(ids: mx.array, m: QuantizedMatrix, *, dtype: mx.Dtype, scale: float) -> mx.array:
     return _ext.embedding(
-        ids.astype(mx.int32),
+        ids,
         _stream(m),
         m.n,
         m.k,

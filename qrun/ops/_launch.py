@@ -40,6 +40,7 @@ class Backend(Protocol):
     rms_norm: Callable[[mx.array, mx.array, float], mx.array]
     embedding: Callable[..., mx.array]
     swiglu: Callable[[mx.array], mx.array]
+    argmax: Callable[[mx.array], mx.array]
 
 
 def backend() -> Backend:
