@@ -12,6 +12,7 @@ import mlx.core as mx
 from qrun import _ext
 from qrun.ops._launch import Norm
 from qrun.ops.matrix import QuantizedMatrix
+from qrun.ops.sample import on_host
 
 NAME = "cpu"
 COMPILES = True
@@ -20,6 +21,7 @@ QMV_ROWS = 8
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
 argmax = _ext.argmax
+sample = on_host
 
 
 def pack(m: QuantizedMatrix) -> mx.array | None:

@@ -12,10 +12,13 @@ import mlx.core as mx
 
 from qrun.ops._launch import Norm
 from qrun.ops.matrix import QuantizedMatrix
+from qrun.ops.sample import on_device
 
 NAME = "mlx"
 COMPILES = False
 QMV_ROWS = 8
+
+sample = on_device
 
 
 def pack(m: QuantizedMatrix) -> mx.array | None:
