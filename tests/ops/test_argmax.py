@@ -1,5 +1,3 @@
-"""argmax: the first of the largest; -1 where logits cannot be trusted."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -9,22 +7,58 @@ import numpy as np
 import pytest
 
 from qrun.ops import argmax
-from qrun.ops.argmax import argmax_ref
+from qrun.ops.argmax import argmax_bytes, argmax_ref
+from tests.ops.matrices import DTYPES, f64, inputs
+
+WIDTHS = (1, 2, 7, 8, 15, 16, 17, 33, 352, 49152)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 1000, 49152])
-def test_first_of_the_largest(backend: Any, vocab: int, dtype: mx.Dtype) -> None:
-    x = mx.array(np.random.default_rng(vocab).normal(0, 2, (3, vocab)).astype(np.float32))
-    x = x.astype(dtype)  # 16-bit types make ties
-    got = argmax(x)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", WIDTHS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_equals_numpy(backend: Any, rows: int, n: int, dtype: str) -> None:
+    """16-bit rows of this width are full of ties: the first counts."""
+    logits = inputs(rows, n, dtype)
+    got = argmax(logits)
     assert got.dtype == mx.int32
-    assert np.array_equal(np.array(got), argmax_ref(np.array(x.astype(mx.float32))))
+    assert np.array_equal(np.array(got), argmax_ref(f64(logits)))
 
 
-@pytest.mark.parametrize("at", [0, 16, 99])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_case_05_minus_one_where_a_logit_is_not_finite(backend: Any, bad: float, at: int) -> None:
-    x = np.zeros((2, 100), np.float32)
-    x[1, at] = bad
-    assert np.array(argmax(mx.array(x))).tolist() == [0, -1]
+@pytest.mark.parametrize("n", WIDTHS)
+def test_every_place_can_win(backend: Any, n: int) -> None:
+    places = sorted({0, 1, n // 2, n - 2, n - 1} & set(range(n)))
+    rows = np.full((len(places), n), -3.0, np.float32)
+    for row, place in zip(rows, places, strict=True):
+        row[place] = -2.0
+    assert np.array(argmax(mx.array(rows))).tolist() == places
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("n", WIDTHS)
+def test_case_05_one_bad_logit_anywhere_gives_minus_one(
+    backend: Any, n: int, bad: float, dtype: str
+) -> None:
+    for place in sorted({0, n // 2, n - 1}):
+        rows = np.zeros((2, n), np.float32)
+        rows[0, place] = bad
+        got = argmax(mx.array(rows).astype(DTYPES[dtype]))
+        assert np.array(got).tolist() == [-1, 0]
+
+
+def test_the_largest_finite_value_is_finite(backend: Any) -> None:
+    logits = mx.full((1, 64), 65504.0, mx.float16)
+    assert argmax(logits).item() == 0
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [(mx.zeros((4,)), r"axes \(M, V\)"), (mx.zeros((1, 4), mx.int32), "logits has dtype int32")],
+)
+def test_broken_contract_is_named(logits: mx.array, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        argmax(logits)
+
+
+def test_bytes() -> None:
+    assert argmax_bytes(mx.zeros((1, 64))) == 256
