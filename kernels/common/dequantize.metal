@@ -1,0 +1,76 @@
+// Packed weights: what a word means. A Scheme is the one place that knows; the matrix-vector
+// kernel, the tile loader and the embedding ask it for
+//
+//   PACK             fewest weights that fill whole 32-bit words (bits 3: 32 weights, 3 words)
+//   words(k)         word index of weight k of a row, k a multiple of PACK
+//   group(row, k)    scale and bias of the group which weight k lies in
+//   code<>(w, i)     weight i of a run of words as an exact float, times 2^shift(i)
+//   shift(i)         how far weight i was left from the bottom of its word
+//
+// so that  weight = scale * code * 2^-shift + bias,  evaluated in float32.
+
+#include "memory.metal"
+
+// Scale and bias of one group; formats without a bias have bias 0.
+struct Group {
+  float scale;
+  float bias;
+};
+
+constexpr int pack_size(int bits) {
+  return bits == 2 ? 16 : bits == 4 ? 8 : bits == 6 ? 16 : bits == 8 ? 4 : 32;
+}
+
+// Weight i of a run, where it lies in its word: bits are masked, not shifted down, because a
+// power of two can be taken out of x once for all rows. Only a weight that straddles two words
+// (bits 3, 5, 6) is moved to the bottom.
+//
+//   bits 4, one word    31 ........ 12 11 .. 8 7 .. 4 3 .. 0
+//                                      w2      w1     w0         code(w, 1) = w & 0xf0 = 16 w1
+template <int BITS, int WORDS>
+inline uint masked_bits(thread const uint (&w)[WORDS], int i) {
+  const int bit = i * BITS;
+  const int word = bit / 32;
+  const int low = bit % 32;
+  const uint mask = (1u << BITS) - 1;
+  if (low + BITS > 32) {
+    return ((w[word] >> low) | (w[word + 1] << (32 - low))) & mask;
+  }
+  return w[word] & (mask << low);
+}
+
+template <int BITS>
+constexpr int masked_shift(int i) {
+  return (i * BITS) % 32 + BITS > 32 ? 0 : (i * BITS) % 32;
+}
+
+// 2^-shift: exact, since a shift is at most 30.
+constexpr float undo(int shift) {
+  return 1.0f / float(1u << shift);
+}
+
+// MLX's affine format: weight = scale * q + bias, little-endian bit stream per row.
+template <typename S, int BITS_, int GROUP_>
+struct Affine {
+  CONST BITS = BITS_;
+  CONST GROUP = GROUP_;
+  CONST PACK = pack_size(BITS_);
+
+  const device uint* w;    // (N, K * BITS / 32)
+  const device S* scales;  // (N, K / GROUP)
+  const device S* biases;  // (N, K / GROUP)
+  int K;                   // weights in a row, a multiple of GROUP
+
+  const device uint* words(int row, int k) const thread {
+    return w + size_t(row) * (K / 32 * BITS) + k / PACK * (PACK * BITS / 32);
+  }
+  Group group(int row, int k) const thread {
+    const size_t at = size_t(row) * (K / GROUP) + k / GROUP;
+    return {float(scales[at]), float(biases[at])};
+  }
+  template <int WORDS>
+  static float code(thread const uint (&run)[WORDS], int i) {
+    return float(masked_bits<BITS_>(run, i));
+  }
+  static constexpr int shift(int i) { return masked_shift<BITS_>(i); }
+};
