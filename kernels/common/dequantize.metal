@@ -4,7 +4,7 @@
 //   PACK             fewest weights that fill whole 32-bit words (bits 3: 32 weights, 3 words)
 //   words(k)         word index of weight k of a row, k a multiple of PACK
 //   group(row, k)    scale and bias of the group which weight k lies in
-//   code<>(w, i)     weight i of a run of words as an exact float, times 2^shift(i)
+//   code(w, i)       weight i of a run of words as an exact float, times 2^shift(i)
 //   shift(i)         how far weight i was left from the bottom of its word
 //
 // so that  weight = scale * code * 2^-shift + bias,  evaluated in float32.
@@ -62,7 +62,7 @@ struct Affine {
   int K;                   // weights in a row, a multiple of GROUP
 
   const device uint* words(int row, int k) const thread {
-    return w + size_t(row) * (K / 32 * BITS) + k / PACK * (PACK * BITS / 32);
+    return w + (size_t(row) * (K / PACK) + k / PACK) * (PACK * BITS / 32);
   }
   Group group(int row, int k) const thread {
     const size_t at = size_t(row) * (K / GROUP) + k / GROUP;
@@ -73,4 +73,49 @@ struct Affine {
     return float(masked_bits<BITS_>(run, i));
   }
   static constexpr int shift(int i) { return masked_shift<BITS_>(i); }
+};
+
+// The microscaling formats: small floats with one power of two (or, nvfp4, one small float) a group.
+enum { MXFP4 = 0, NVFP4 = 1, MXFP8 = 2 };
+
+// 1 sign, 2 exponent, 1 fraction bits: moved into a half they are the value over 2^14.
+inline float e2m1(uint q) {
+  const half magnitude = as_type<half>(ushort((q & 7) << 9)) * half(16384);
+  return float(q & 8 ? -magnitude : magnitude);
+}
+
+// 1 sign, 4 exponent, 3 fraction bits: moved into a half they are the value over 2^8.
+inline float e4m3(uint q) {
+  const half magnitude = as_type<half>(ushort((q & 127) << 7)) * half(256);
+  return float(q & 128 ? -magnitude : magnitude);
+}
+
+// 8 exponent bits: the exponent of a float, whose lowest one is a subnormal.
+inline float e8m0(uint q) {
+  return as_type<float>(q == 0 ? 0x400000u : q << 23);
+}
+
+template <int FORMAT>
+struct Micro {
+  CONST BITS = FORMAT == MXFP8 ? 8 : 4;
+  CONST GROUP = FORMAT == NVFP4 ? 16 : 32;
+  CONST PACK = pack_size(FORMAT == MXFP8 ? 8 : 4);
+
+  const device uint* w;        // (N, K * BITS / 32)
+  const device uchar* scales;  // (N, K / GROUP)
+  int K;                       // weights in a row, a multiple of GROUP
+
+  const device uint* words(int row, int k) const thread {
+    return w + (size_t(row) * (K / PACK) + k / PACK) * (PACK * BITS / 32);
+  }
+  Group group(int row, int k) const thread {
+    const uint scale = scales[size_t(row) * (K / GROUP) + k / GROUP];
+    return {FORMAT == NVFP4 ? e4m3(scale) : e8m0(scale), 0};
+  }
+  template <int WORDS>
+  static float code(thread const uint (&run)[WORDS], int i) {
+    const uint q = run[i / PACK] >> (i % PACK * BITS);
+    return FORMAT == MXFP8 ? e4m3(q & 255) : e2m1(q & 15);
+  }
+  static constexpr int shift(int) { return 0; }
 };

@@ -76,7 +76,8 @@ struct QuantizedLoader {
   CONST BYTES = ROWS * LD * 4;
   // Weights a thread decodes at a time: an equal share, but whole words and within a group.
   CONST SHARE = ROWS * COLS / THREADS;
-  CONST RUN = SHARE <= Scheme::PACK ? Scheme::PACK : SHARE >= 32 ? 32 : SHARE;
+  CONST MOST = Scheme::GROUP < 32 ? Scheme::GROUP : 32;
+  CONST RUN = SHARE <= Scheme::PACK ? Scheme::PACK : SHARE >= MOST ? MOST : SHARE;
   CONST WORDS = RUN * Scheme::BITS / 32;
   CONST ACROSS = COLS / RUN;
   CONST COUNT = ROWS * ACROSS;

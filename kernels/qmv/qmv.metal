@@ -29,74 +29,92 @@ template <typename T, typename Scheme, int M, int ROWS, int RUN, int SIMDGROUPS,
           bool NORM>
 struct Qmv {
   CONST WORDS = RUN * Scheme::BITS / 32;
+  CONST PIECE = 8;  // elements of x held at a time: M * PIECE registers
   CONST SUMS = ROWS * M;
   CONST SHARED = SPLIT == 1 ? 1 : SIMDGROUPS * (SUMS + M);  // floats of threadgroup memory
-  static_assert(32 % RUN == 0 && RUN % Scheme::PACK == 0, "a run is whole words, inside a group");
+  static_assert(32 % RUN == 0 && RUN % PIECE == 0, "a run is inside or outside as a whole");
+  static_assert(RUN % Scheme::PACK == 0 && Scheme::GROUP % RUN == 0, "whole words of one group");
   static_assert(ROWS % 2 == 0 && SIMDGROUPS % SPLIT == 0, "pairs of rows, whole splits");
 
   float sum[ROWS][M];  // x . w
   float squares[M];    // x . x
 
   // Adds what this lane's runs contribute. FULL: all ROWS rows lie inside; else the first `rows`.
-  template <bool FULL>
-  void march(const device T* x, const device T* norm, Scheme w, int row, int rows, int first,
+  template <bool FULL, typename G>
+  void march(const device T* x, const device G* norm, Scheme w, int row, int rows, int first,
              int K) thread {
     for (int k = first * RUN; k < K; k += 32 * SPLIT * RUN) {
       uint run[ROWS][WORDS];
       Group group[ROWS];
+      float dot[ROWS][M];  // x . q over the run
+      float x_sum[M];
       UNROLL
       for (int r = 0; r < ROWS; r++) {
         if (FULL || r < rows) {
           load_words(w.words(row + r, k), run[r]);
           group[r] = w.group(row + r, k);
         }
-      }
-
-      float xs[M][RUN];
-      float x_sum[M];
-      UNROLL
-      for (int m = 0; m < M; m++) {
-        load_run(x + size_t(m) * K + k, xs[m]);
-        x_sum[m] = 0;
-      }
-      if (NORM) {
-        float weight[RUN];
-        load_run(norm + k, weight);
         UNROLL
         for (int m = 0; m < M; m++) {
-          UNROLL
-          for (int i = 0; i < RUN; i++) {
-            squares[m] += xs[m][i] * xs[m][i];
-            xs[m][i] *= weight[i];
-          }
+          dot[r][m] = 0;
         }
       }
       UNROLL
       for (int m = 0; m < M; m++) {
+        x_sum[m] = 0;
+      }
+
+      UNROLL
+      for (int p = 0; p < RUN; p += PIECE) {
+        float xs[M][PIECE];
+        load_x(x + k + p, norm + k + p, K, p, xs, x_sum);
         UNROLL
-        for (int i = 0; i < RUN; i++) {
-          x_sum[m] += xs[m][i];
-          xs[m][i] *= undo(Scheme::shift(i));
+        for (int r = 0; r < ROWS; r++) {
+          if (FULL || r < rows) {
+            UNROLL
+            for (int i = 0; i < PIECE; i++) {
+              const float code = Scheme::code(run[r], p + i);
+              UNROLL
+              for (int m = 0; m < M; m++) {
+                dot[r][m] += code * xs[m][i];
+              }
+            }
+          }
         }
       }
 
       UNROLL
       for (int r = 0; r < ROWS; r++) {
         if (FULL || r < rows) {
-          float dot[M] = {0};
-          UNROLL
-          for (int i = 0; i < RUN; i++) {
-            const float code = Scheme::code(run[r], i);
-            UNROLL
-            for (int m = 0; m < M; m++) {
-              dot[m] += code * xs[m][i];
-            }
-          }
           UNROLL
           for (int m = 0; m < M; m++) {
-            sum[r][m] += group[r].scale * dot[m] + group[r].bias * x_sum[m];
+            sum[r][m] += group[r].scale * dot[r][m] + group[r].bias * x_sum[m];
           }
         }
+      }
+    }
+  }
+
+  // PIECE elements of each row of x, times the norm's weight, summed, then divided by the powers
+  // of two which the masked weights p, p + 1, ... of a run carry.
+  template <typename G>
+  void load_x(const device T* x, const device G* norm, int K, int p,
+              thread float (&xs)[M][PIECE], thread float (&x_sum)[M]) thread {
+    float gain[PIECE];
+    if (NORM) {
+      load_run(norm, gain);
+    }
+    UNROLL
+    for (int m = 0; m < M; m++) {
+      load_run(x + size_t(m) * K, xs[m]);
+      UNROLL
+      for (int i = 0; i < PIECE; i++) {
+        if (NORM) {
+          squares[m] += xs[m][i] * xs[m][i];
+          xs[m][i] *= gain[i];
+        }
+        x_sum[m] += xs[m][i];
+        xs[m][i] *= undo(Scheme::shift(p + i));
       }
     }
   }
@@ -142,8 +160,8 @@ struct Qmv {
     }
   }
 
-  template <typename E>
-  static void run(const device T* x, const device T* norm, float eps, Scheme w, E epilogue, int N,
+  template <typename G, typename E>
+  static void run(const device T* x, const device G* norm, float eps, Scheme w, E epilogue, int N,
                   int K, threadgroup float* shared, uint block, uint simdgroup, uint lane) {
     const int part = simdgroup % SPLIT;
     const int row = (block * (SIMDGROUPS / SPLIT) + simdgroup / SPLIT) * ROWS;
