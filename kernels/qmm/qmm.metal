@@ -12,15 +12,16 @@
 //   M +----+  +---+---+---+
 //       K           BN
 //
-// BY_ROWS = false takes w packed along N instead, (K, N): the product with w itself.
+// BY_ROWS = false takes w packed along N instead, (K, N): the product with w itself. VEC elements of
+// x move at a time; VEC divides K.
 
 #include "../common/product.metal"
 
 template <typename T, typename Scheme, int BM, int BN, int BK, int WM, int WN, int STAGES,
-          bool BY_ROWS>
+          int VEC, bool BY_ROWS>
 struct Qmm {
   CONST THREADS = WM * WN * 32;
-  using X = DenseLoader<T, BM, BK, THREADS, 16 / sizeof(T), false>;
+  using X = DenseLoader<T, BM, BK, THREADS, VEC, false>;
   using W = QuantizedLoader<Scheme, BY_ROWS ? BN : BK, BY_ROWS ? BK : BN, THREADS, !BY_ROWS>;
   using Grid = BlockMMA<T, float, BM, BN, BK, WM, WN, X::LD, W::LD, BY_ROWS>;
   CONST TILES = STAGES * (X::BYTES + W::BYTES) / 16;  // threadgroup memory, in uint4

@@ -165,8 +165,9 @@ inline void sdpa_merge(const device float* values, const device float* stats, de
   out += ((size_t(b) * L + l) * H + h) * D;
 
   const float most = lane < SPLITS ? stats[lane * 2] : LOWEST;
-  const float weight = lane < SPLITS ? exp(most - simd_max(most)) : 0.0f;
-  const float total = simd_sum(lane < SPLITS ? weight * stats[lane * 2 + 1] : 0.0f);
+  const float sum = lane < SPLITS ? stats[lane * 2 + 1] : 0.0f;
+  const float weight = exp(most - simd_max(most));
+  const float total = simd_sum(weight * sum);
   // Every lane takes part in the exchanges, so the loop runs over whole simdgroups of dims.
   for (int d0 = 0; d0 < D; d0 += 32) {
     const int d = d0 + lane;

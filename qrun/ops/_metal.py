@@ -94,7 +94,7 @@ def qmm(
     tile: geometry.Tile | None = None,
     run: Run = launch,
 ) -> mx.array:
-    """As qmv, for many rows. The norm is a pass of its own: its reads are few beside the product."""
+    """As qmv, for many rows. The norm is a pass of its own, short beside the product."""
     if norm is not None:
         x = rms_norm(x, *norm, run=run)
     behind = Behind(bias, residual, activation, scale)
@@ -130,7 +130,7 @@ def sdpa(
     softcap: float = 0,
     run: Run = launch,
 ) -> mx.array:
-    """q (B, H, L, D) at positions offset .. offset + L - 1, caches (B, Hkv, C, D): (B, L, H * D)."""
+    """q (B, H, L, D) at positions offset .., caches (B, Hkv, C, D), to (B, L, H * D)."""
     arrays = (q, k_cache, v_cache, offset)
     if q.shape[2] > MAX_ROWS:
         (y,) = run(sdpa_prefill_call(*arrays, scale=scale, window=window, softcap=softcap))

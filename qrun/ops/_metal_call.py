@@ -43,6 +43,7 @@ class Call:
     threadgroup: tuple[int, int, int]
     output_shapes: tuple[tuple[int, ...], ...]
     output_dtypes: tuple[mx.Dtype, ...]
+    in_place: tuple[str, ...] = ()  # inputs that the kernel writes into, against their const
 
 
 Run = Callable[[Call], Sequence[mx.array]]
@@ -102,6 +103,7 @@ def call(
     template: dict[str, Value],
     grid: tuple[int, int, int],  # threads in all
     threads: int,  # in a threadgroup, along x
+    in_place: tuple[str, ...] = (),
 ) -> Call:
     # MLX keeps one compiled text per name and template, so bodies that differ differ in name.
     name = f"qrun_{name}_{zlib.crc32((source + ','.join(inputs)).encode()):08x}"
@@ -113,6 +115,7 @@ def call(
         (threads, 1, 1),
         tuple(shape for shape, _ in outputs.values()),
         tuple(dtype for _, dtype in outputs.values()),
+        in_place,
     )
 
 

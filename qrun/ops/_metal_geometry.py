@@ -70,7 +70,7 @@ class Family:
 FAMILIES = {
     # Registers are handed out for the whole kernel: 4x4 (about 90 a thread) leaves room for 10
     # simdgroups a core, enough to cover a barrier with another threadgroup's work, so one pair of
-    # tiles does. float32 tiles of x double the threadgroup bytes: 4x2 keeps two threadgroups a core.
+    # tiles does. float32 x doubles the bytes of its tile: 4x2 keeps two threadgroups a core.
     "M1": Family(LADDER["4x4"], LADDER["4x2"], 1024),
     # As M1 with more cores and bandwidth.
     "M2": Family(LADDER["4x4"], LADDER["4x2"], 1536),
@@ -107,7 +107,7 @@ def tile(chip: Family, m: int, x_bytes: int) -> Tile:
 
 
 def rows(chip: Family, m: int, n: int, k: int, bits: int) -> Rows:
-    """qmv: 4 rows share a load of x; from M = 5 on 2, for 2 x M sums and 8 x M of x in registers."""
+    """qmv: 4 rows share a load of x; from M = 5 on 2, to hold 4 x M sums and 8 x M of x."""
     count = 4 if m <= 4 else 2
     run = 32 if bits in (3, 5) else 16  # whole words: 32 weights of 3 or 5 bits, else 4 to 16 bytes
     split = 1

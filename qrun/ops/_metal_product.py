@@ -88,6 +88,14 @@ def scheme_template(m: Packed) -> dict[str, Value]:
     return {"S": m.scales.dtype, "BITS": m.bits, "GROUP": m.group_size}
 
 
+def access(dtype: mx.Dtype, columns: int) -> int:
+    """Elements that move at a time, 16 bytes at most: every row has to start on an access."""
+    elements = 16 // dtype.size
+    while columns % elements:
+        elements //= 2
+    return elements
+
+
 def qmv_call(
     x: mx.array,
     m: Packed,
@@ -102,7 +110,7 @@ def qmv_call(
 using Scheme = {scheme(m)};
 using Kernel = Qmv<T, Scheme, M, ROWS, RUN, SIMDGROUPS, SPLIT, NORM>;
 threadgroup float shared[Kernel::SHARED];
-Kernel::template run<G>(x, {"nullptr" if norm is None else "norm"}, {literal(norm[1] if norm else 0)},
+Kernel::template run<G>(x, {"norm" if norm else "nullptr"}, {literal(norm[1] if norm else 0)},
     {packed(m, "x_shape[1]")}, {behind.text("w_shape[0]")}, w_shape[0], x_shape[1], shared,
     threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
@@ -137,7 +145,7 @@ def qmm_call(
     source = f"""
 const int N = {"w_shape[0]" if by_rows else "scales_shape[1] * GROUP"};
 using Scheme = {scheme(m)};
-using Kernel = Qmm<T, Scheme, BM, BN, BK, WM, WN, STAGES, BY_ROWS>;
+using Kernel = Qmm<T, Scheme, BM, BN, BK, WM, WN, STAGES, VEC, BY_ROWS>;
 threadgroup uint4 tiles[Kernel::TILES];
 Kernel::run(x, {packed(m, "x_shape[1]" if by_rows else "N")}, {behind.text("N")}, x_shape[0], N,
     x_shape[1], tiles, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
@@ -151,7 +159,9 @@ Kernel::run(x, {packed(m, "x_shape[1]" if by_rows else "N")}, {behind.text("N")}
         source,
         {"x": x} | matrix_inputs(m) | behind.inputs(),
         {"y": ((count, behind.columns(n)), x.dtype)},
-        template | {"BY_ROWS": by_rows} | behind.template(x.dtype),
+        template
+        | {"VEC": access(x.dtype, x.shape[1]), "BY_ROWS": by_rows}
+        | behind.template(x.dtype),
         (ceil_div(count, tile.bm) * tile.threads, ceil_div(n, tile.bn), 1),
         tile.threads,
     )
@@ -167,16 +177,13 @@ def gemm_call(
     """x (M, K), w (N, K) of x's dtype; by_rows False: w (K, N). At least 8 elements each."""
     (count, k), n = x.shape, w.shape[0 if by_rows else 1]
     tile = tile or geometry.tile(geometry.here(), count, x.dtype.size)
-    # A vector access needs every row to start on one.
-    vec = 16 // x.dtype.size
-    while k % vec or (not by_rows and n % vec):
-        vec //= 2
+    vec = access(x.dtype, k) if by_rows else min(access(x.dtype, k), access(x.dtype, n))
     source = f"""
 const int N = w_shape[{0 if by_rows else 1}];
 using Kernel = Gemm<T, BM, BN, BK, WM, WN, STAGES, VEC, BY_ROWS>;
 threadgroup uint4 tiles[Kernel::TILES];
-Kernel::run(x, w, {behind.text("N")}, x_shape[0], N, x_shape[1], tiles, threadgroup_position_in_grid,
-    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+Kernel::run(x, w, {behind.text("N")}, x_shape[0], N, x_shape[1], tiles,
+    threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
     template: dict[str, Value] = {"T": x.dtype, "VEC": vec, "BY_ROWS": by_rows}
     template |= dict(zip(("BM", "BN", "BK", "WM", "WN", "STAGES"), tile, strict=True))

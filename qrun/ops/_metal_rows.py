@@ -158,6 +158,7 @@ rope<T, W, D, R, NORM>(qkv, k_cache, v_cache, offset, table, {
         },
         ((heads + 2 * kv_heads) * 32, length, b),
         32,
+        in_place=("k_cache", "v_cache"),
     )
 
 
