@@ -7,17 +7,17 @@ using namespace metal;
 constant constexpr const float LOWEST = -1e30f;
 
 // Causal, and at most `window` keys back if window is not 0. Positions count from the first token.
-inline bool visible(int key, int query, int window) {
+METAL_FUNC bool visible(int key, int query, int window) {
   return key <= query && (window == 0 || key > query - window);
 }
 
 // First key that the query at this position can see.
-inline int first_visible(int query, int window) {
+METAL_FUNC int first_visible(int query, int window) {
   return window == 0 ? 0 : max(0, query - window + 1);
 }
 
 // cap * tanh(score / cap), or the score itself if cap is 0. The bound keeps exp finite.
-inline float capped(float score, float cap) {
+METAL_FUNC float capped(float score, float cap) {
   if (cap == 0) {
     return score;
   }

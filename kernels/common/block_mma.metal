@@ -25,12 +25,12 @@ struct BlockMMA {
   static_assert(TM * 8 * WM == BM && TN * 8 * WN == BN && BK % 8 == 0, "tiles are whole fragments");
 
   float2 grid[TM][TN];
-  int row;   // of this lane in every fragment
+  int row;  // of this lane in every fragment
   int col;
   int row0;  // of this simdgroup's grid in the tile
   int col0;
 
-  void begin(uint simdgroup, uint lane) thread {
+  METAL_FUNC void begin(uint simdgroup, uint lane) thread {
     row = fragment_row(lane);
     col = fragment_col(lane);
     row0 = int(simdgroup) / WN * (TM * 8);
@@ -45,7 +45,7 @@ struct BlockMMA {
   }
 
   // grid += left (BM, BK) @ right (BK, BN)
-  void march(const threadgroup A* left, const threadgroup B* right) thread {
+  METAL_FUNC void march(const threadgroup A* left, const threadgroup B* right) thread {
     left += row0 * LDA;
     right += col0 * B_COL;
     UNROLL
@@ -73,7 +73,7 @@ struct BlockMMA {
   // Hands every pair to the epilogue, which writes it. A tile that lies inside the result is
   // written without a check; the choice is one branch for the whole tile.
   template <typename E>
-  void store(E epilogue, int tile_row, int tile_col, int M, int N) const thread {
+  METAL_FUNC void store(E epilogue, int tile_row, int tile_col, int M, int N) const thread {
     const int top = tile_row + row0 + row;
     const int left = tile_col + col0 + col;
     if (tile_row + BM <= M && tile_col + BN <= N) {

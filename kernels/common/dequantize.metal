@@ -28,7 +28,7 @@ constexpr int pack_size(int bits) {
 //   bits 4, one word    31 ........ 12 11 .. 8 7 .. 4 3 .. 0
 //                                      w2      w1     w0         code(w, 1) = w & 0xf0 = 16 w1
 template <int BITS, int WORDS>
-inline uint masked_bits(thread const uint (&w)[WORDS], int i) {
+METAL_FUNC uint masked_bits(thread const uint (&w)[WORDS], int i) {
   const int bit = i * BITS;
   const int word = bit / 32;
   const int low = bit % 32;
@@ -49,6 +49,12 @@ constexpr float undo(int shift) {
   return 1.0f / float(1u << shift);
 }
 
+// Weight i of a run of words.
+template <typename Scheme, int WORDS>
+METAL_FUNC float weight(thread const uint (&run)[WORDS], int i, Group group) {
+  return group.scale * (Scheme::code(run, i) * undo(Scheme::shift(i))) + group.bias;
+}
+
 // MLX's affine format: weight = scale * q + bias, little-endian bit stream per row.
 template <typename S, int BITS_, int GROUP_>
 struct Affine {
@@ -61,37 +67,37 @@ struct Affine {
   const device S* biases;  // (N, K / GROUP)
   int K;                   // weights in a row, a multiple of GROUP
 
-  const device uint* words(int row, int k) const thread {
+  METAL_FUNC const device uint* words(int row, int k) const thread {
     return w + (size_t(row) * (K / PACK) + k / PACK) * (PACK * BITS / 32);
   }
-  Group group(int row, int k) const thread {
+  METAL_FUNC Group group(int row, int k) const thread {
     const size_t at = size_t(row) * (K / GROUP) + k / GROUP;
     return {float(scales[at]), float(biases[at])};
   }
   template <int WORDS>
-  static float code(thread const uint (&run)[WORDS], int i) {
+  METAL_FUNC static float code(thread const uint (&run)[WORDS], int i) {
     return float(masked_bits<BITS_>(run, i));
   }
   static constexpr int shift(int i) { return masked_shift<BITS_>(i); }
 };
 
-// The microscaling formats: small floats with one power of two (or, nvfp4, one small float) a group.
+// The microscaling formats: small floats, and a power of two (nvfp4: a small float) a group.
 enum { MXFP4 = 0, NVFP4 = 1, MXFP8 = 2 };
 
 // 1 sign, 2 exponent, 1 fraction bits: moved into a half they are the value over 2^14.
-inline float e2m1(uint q) {
+METAL_FUNC float e2m1(uint q) {
   const half magnitude = as_type<half>(ushort((q & 7) << 9)) * half(16384);
   return float(q & 8 ? -magnitude : magnitude);
 }
 
 // 1 sign, 4 exponent, 3 fraction bits: moved into a half they are the value over 2^8.
-inline float e4m3(uint q) {
+METAL_FUNC float e4m3(uint q) {
   const half magnitude = as_type<half>(ushort((q & 127) << 7)) * half(256);
   return float(q & 128 ? -magnitude : magnitude);
 }
 
 // 8 exponent bits: the exponent of a float, whose lowest one is a subnormal.
-inline float e8m0(uint q) {
+METAL_FUNC float e8m0(uint q) {
   return as_type<float>(q == 0 ? 0x400000u : q << 23);
 }
 
@@ -105,15 +111,15 @@ struct Micro {
   const device uchar* scales;  // (N, K / GROUP)
   int K;                       // weights in a row, a multiple of GROUP
 
-  const device uint* words(int row, int k) const thread {
+  METAL_FUNC const device uint* words(int row, int k) const thread {
     return w + (size_t(row) * (K / PACK) + k / PACK) * (PACK * BITS / 32);
   }
-  Group group(int row, int k) const thread {
+  METAL_FUNC Group group(int row, int k) const thread {
     const uint scale = scales[size_t(row) * (K / GROUP) + k / GROUP];
     return {FORMAT == NVFP4 ? e4m3(scale) : e8m0(scale), 0};
   }
   template <int WORDS>
-  static float code(thread const uint (&run)[WORDS], int i) {
+  METAL_FUNC static float code(thread const uint (&run)[WORDS], int i) {
     const uint q = run[i / PACK] >> (i % PACK * BITS);
     return FORMAT == MXFP8 ? e4m3(q & 255) : e2m1(q & 15);
   }

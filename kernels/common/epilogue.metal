@@ -12,19 +12,19 @@
 
 enum { NONE = 0, SWIGLU = 1, GEGLU = 2 };
 
-inline float silu(float x) {
+METAL_FUNC float silu(float x) {
   return x / (1 + exp(-x));
 }
 
 // GELU in its tanh form. tanh saturates long before exp(2z) overflows; the bound keeps it finite.
-inline float gelu(float x) {
+METAL_FUNC float gelu(float x) {
   const float z = clamp(0.7978845608f * (x + 0.044715f * x * x * x), -20.0f, 20.0f);
   const float e = exp(2 * z);
   return 0.5f * x * (1 + (e - 1) / (e + 1));
 }
 
 template <int ACTIVATION>
-inline float2 activate(float2 y) {
+METAL_FUNC float2 activate(float2 y) {
   if (ACTIVATION == SWIGLU) {
     return float2(silu(y.x) * y.y, 0);
   }
@@ -43,10 +43,10 @@ struct Epilogue {
   const device B* bias;      // (N)
   const device T* residual;  // as out
   float scale;
-  int N;                     // columns of the sum
+  int N;  // columns of the sum
 
   // Both results lie inside.
-  void store(float2 y, int row, int col) const thread {
+  METAL_FUNC void store(float2 y, int row, int col) const thread {
     y = finish(y, col, true);
     write(y.x, row, col, 0);
     if (!PAIRED) {
@@ -54,7 +54,7 @@ struct Epilogue {
     }
   }
   // Writes what lies inside: row < M, column < N.
-  void store_inside(float2 y, int row, int col, int M) const thread {
+  METAL_FUNC void store_inside(float2 y, int row, int col, int M) const thread {
     if (row < M && col < N) {
       const bool both = col + 1 < N;
       y = finish(y, col, both);
@@ -65,7 +65,7 @@ struct Epilogue {
     }
   }
 
-  float2 finish(float2 y, int col, bool both) const thread {
+  METAL_FUNC float2 finish(float2 y, int col, bool both) const thread {
     y *= scale;
     if (BIAS) {
       y.x += float(bias[col]);
@@ -75,7 +75,7 @@ struct Epilogue {
     }
     return activate<ACTIVATION>(y);
   }
-  void write(float y, int row, int col, int second) const thread {
+  METAL_FUNC void write(float y, int row, int col, int second) const thread {
     const size_t at = PAIRED ? size_t(row) * (N / 2) + col / 2 : size_t(row) * N + col + second;
     out[at] = T(RESIDUAL ? y + float(residual[at]) : y);
   }

@@ -14,25 +14,25 @@
 #include "memory.metal"
 
 // Row of this lane's pair.
-inline int fragment_row(uint lane) {
+METAL_FUNC int fragment_row(uint lane) {
   return ((lane / 4) & 4) + (lane / 2) % 4;
 }
 
 // First column of this lane's pair.
-inline int fragment_col(uint lane) {
+METAL_FUNC int fragment_col(uint lane) {
   return ((lane / 4) & 2) * 2 + (lane % 2) * 2;
 }
 
 // This lane's pair of the fragment at p, element (row, col) at p[row * ROW + col * COL]:
 // a transposed matrix is only a swap of the two strides.
 template <int ROW, int COL, typename T>
-inline float2 fragment_load(const threadgroup T* p, int row, int col) {
+METAL_FUNC float2 fragment_load(const threadgroup T* p, int row, int col) {
   const threadgroup T* at = p + row * ROW + col * COL;
   return float2(float(at[0]), float(at[COL]));
 }
 
 // a @ b + c, each 8x8.
-inline float2 fragment_multiply(float2 a, float2 b, float2 c) {
+METAL_FUNC float2 fragment_multiply(float2 a, float2 b, float2 c) {
   simdgroup_matrix<float, 8, 8> A, B, C;
   reinterpret_cast<thread float2&>(A.thread_elements()) = a;
   reinterpret_cast<thread float2&>(B.thread_elements()) = b;
@@ -42,13 +42,13 @@ inline float2 fragment_multiply(float2 a, float2 b, float2 c) {
 }
 
 // The four lanes of a row differ in lane bits 0 and 3, so two exchanges reduce a row.
-inline float fragment_row_max(float2 pair) {
+METAL_FUNC float fragment_row_max(float2 pair) {
   float most = max(pair.x, pair.y);
   most = max(most, simd_shuffle_xor(most, 1));
   return max(most, simd_shuffle_xor(most, 8));
 }
 
-inline float fragment_row_sum(float2 pair) {
+METAL_FUNC float fragment_row_sum(float2 pair) {
   float sum = pair.x + pair.y;
   sum += simd_shuffle_xor(sum, 1);
   return sum + simd_shuffle_xor(sum, 8);

@@ -26,17 +26,18 @@ struct DenseLoader {
   int stride;          // elements in a row of the matrix
   int rows;            // rows and columns from here to the edge of the matrix
   int cols;
-  int id;              // thread in the threadgroup
+  int id;  // thread in the threadgroup
   Run held[STEPS];
 
-  void begin(const device T* matrix, int all_rows, int all_cols, int row, int col, int thread_id) thread {
+  METAL_FUNC void begin(const device T* matrix, int all_rows, int all_cols, int row, int col,
+                        int thread_id) thread {
     at = matrix + size_t(row) * all_cols + col;
     stride = all_cols;
     rows = all_rows - row;
     cols = all_cols - col;
     id = thread_id;
   }
-  void fetch() thread {
+  METAL_FUNC void fetch() thread {
     UNROLL
     for (int s = 0; s < STEPS; s++) {
       const int n = id + s * THREADS;
@@ -48,7 +49,7 @@ struct DenseLoader {
       }
     }
   }
-  void place(threadgroup T* tile) const thread {
+  METAL_FUNC void place(threadgroup T* tile) const thread {
     UNROLL
     for (int s = 0; s < STEPS; s++) {
       const int n = id + s * THREADS;
@@ -57,7 +58,7 @@ struct DenseLoader {
       }
     }
   }
-  void next() thread {
+  METAL_FUNC void next() thread {
     if (DOWN) {
       at += size_t(ROWS) * stride;
       rows -= ROWS;
@@ -92,14 +93,14 @@ struct QuantizedLoader {
   Group group[STEPS];
   uint held[STEPS][WORDS];
 
-  void begin(Scheme packed, int all_rows, int row, int col, int thread_id) thread {
+  METAL_FUNC void begin(Scheme packed, int all_rows, int row, int col, int thread_id) thread {
     matrix = packed;
     row0 = row;
     col0 = col;
     rows = all_rows;
     id = thread_id;
   }
-  void fetch() thread {
+  METAL_FUNC void fetch() thread {
     UNROLL
     for (int s = 0; s < STEPS; s++) {
       const int n = id + s * THREADS;
@@ -116,7 +117,7 @@ struct QuantizedLoader {
       }
     }
   }
-  void place(threadgroup float* tile) const thread {
+  METAL_FUNC void place(threadgroup float* tile) const thread {
     UNROLL
     for (int s = 0; s < STEPS; s++) {
       const int n = id + s * THREADS;
@@ -124,13 +125,12 @@ struct QuantizedLoader {
         threadgroup float* to = tile + n / ACROSS * LD + n % ACROSS * RUN;
         UNROLL
         for (int i = 0; i < RUN; i++) {
-          const float code = Scheme::code(held[s], i) * undo(Scheme::shift(i));
-          to[i] = group[s].scale * code + group[s].bias;
+          to[i] = weight<Scheme>(held[s], i, group[s]);
         }
       }
     }
   }
-  void next() thread {
+  METAL_FUNC void next() thread {
     if (DOWN) {
       row0 += ROWS;
     } else {

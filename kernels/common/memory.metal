@@ -31,7 +31,7 @@ struct Raw<16> {
 template <int WIDE>
 struct Wide {
   template <typename T>
-  static void load(const device T* p, thread float* to) {
+  METAL_FUNC static void load(const device T* p, thread float* to) {
     const vec<T, WIDE> held = *(const device vec<T, WIDE>*)p;
     UNROLL
     for (int i = 0; i < WIDE; i++) {
@@ -39,7 +39,7 @@ struct Wide {
     }
   }
   template <typename T>
-  static void store(device T* p, const thread float* from) {
+  METAL_FUNC static void store(device T* p, const thread float* from) {
     vec<T, WIDE> held;
     UNROLL
     for (int i = 0; i < WIDE; i++) {
@@ -51,18 +51,18 @@ struct Wide {
 template <>
 struct Wide<1> {
   template <typename T>
-  static void load(const device T* p, thread float* to) {
+  METAL_FUNC static void load(const device T* p, thread float* to) {
     to[0] = float(p[0]);
   }
   template <typename T>
-  static void store(device T* p, const thread float* from) {
+  METAL_FUNC static void store(device T* p, const thread float* from) {
     p[0] = T(from[0]);
   }
 };
 
 // COUNT consecutive elements as float, in the widest access that divides the run.
 template <int COUNT, typename T>
-inline void load_run(const device T* p, thread float (&to)[COUNT]) {
+METAL_FUNC void load_run(const device T* p, thread float (&to)[COUNT]) {
   constexpr int wide = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
   UNROLL
   for (int i = 0; i < COUNT; i += wide) {
@@ -70,14 +70,14 @@ inline void load_run(const device T* p, thread float (&to)[COUNT]) {
   }
 }
 
-inline void spread(uint v, thread uint* to) {
+METAL_FUNC void spread(uint v, thread uint* to) {
   to[0] = v;
 }
-inline void spread(uint2 v, thread uint* to) {
+METAL_FUNC void spread(uint2 v, thread uint* to) {
   to[0] = v.x;
   to[1] = v.y;
 }
-inline void spread(uint4 v, thread uint* to) {
+METAL_FUNC void spread(uint4 v, thread uint* to) {
   to[0] = v.x;
   to[1] = v.y;
   to[2] = v.z;
@@ -86,7 +86,7 @@ inline void spread(uint4 v, thread uint* to) {
 
 // COUNT consecutive words, in the widest access that divides a run and its alignment.
 template <int COUNT>
-inline void load_words(const device uint* p, thread uint (&to)[COUNT]) {
+METAL_FUNC void load_words(const device uint* p, thread uint (&to)[COUNT]) {
   constexpr int wide = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
   using Wide = typename Raw<4 * wide>::type;
   UNROLL

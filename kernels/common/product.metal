@@ -16,8 +16,8 @@
 #include "loader.metal"
 
 template <int STAGES, typename Left, typename Right, typename Grid>
-inline void multiply_tiles(thread Left& left, thread Right& right, thread Grid& grid, int steps,
-                           threadgroup uint4* tiles) {
+METAL_FUNC void multiply_tiles(thread Left& left, thread Right& right, thread Grid& grid, int steps,
+                               threadgroup uint4* tiles) {
   using L = typename Left::Element;
   using R = typename Right::Element;
   constexpr int left_size = Left::BYTES / 16;

@@ -6,7 +6,8 @@ using namespace metal;
 
 // The sum of value over all threads, in every thread. shared: SIMDGROUPS floats.
 template <int SIMDGROUPS>
-inline float threadgroup_sum(float value, threadgroup float* shared, uint simdgroup, uint lane) {
+METAL_FUNC float threadgroup_sum(float value, threadgroup float* shared, uint simdgroup,
+                                 uint lane) {
   value = simd_sum(value);
   if (SIMDGROUPS == 1) {
     return value;

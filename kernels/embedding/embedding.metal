@@ -7,7 +7,7 @@
 
 // Ids: const device int* or, for fewer than 8 of them, const constant int*.
 template <typename T, int RUN, typename Scheme, typename Ids>
-inline void embedding(Ids ids, Scheme w, device T* y, int N, uint run, uint l) {
+METAL_FUNC void embedding(Ids ids, Scheme w, device T* y, int N, uint run, uint l) {
   constexpr int words = RUN * Scheme::BITS / 32;
   const int id = ids[l];
   const int k = run * RUN;
@@ -20,6 +20,6 @@ inline void embedding(Ids ids, Scheme w, device T* y, int N, uint run, uint l) {
   y += size_t(l) * w.K + k;
   UNROLL
   for (int i = 0; i < RUN; i++) {
-    y[i] = T(group.scale * (Scheme::code(held, i) * undo(Scheme::shift(i))) + group.bias);
+    y[i] = T(weight<Scheme>(held, i, group));
   }
 }

@@ -15,8 +15,8 @@ struct Gemm {
   CONST TILES = STAGES * (X::BYTES + W::BYTES) / 16;  // threadgroup memory, in uint4
 
   template <typename E>
-  static void run(const device T* x, const device T* w, E epilogue, int M, int N, int K,
-                  threadgroup uint4* tiles, uint3 tile, uint simdgroup, uint lane) {
+  METAL_FUNC static void run(const device T* x, const device T* w, E epilogue, int M, int N, int K,
+                             threadgroup uint4* tiles, uint3 tile, uint simdgroup, uint lane) {
     const int row = tile.x * BM;
     const int col = tile.y * BN;
     const int id = simdgroup * 32 + lane;

@@ -12,13 +12,13 @@
 //   M +----+  +---+---+---+
 //       K           BN
 //
-// BY_ROWS = false takes w packed along N instead, (K, N): the product with w itself. VEC elements of
-// x move at a time; VEC divides K.
+// BY_ROWS = false takes w packed along N instead, (K, N): the product with w itself. VEC elements
+// of x move at a time; VEC divides K.
 
 #include "../common/product.metal"
 
-template <typename T, typename Scheme, int BM, int BN, int BK, int WM, int WN, int STAGES,
-          int VEC, bool BY_ROWS>
+template <typename T, typename Scheme, int BM, int BN, int BK, int WM, int WN, int STAGES, int VEC,
+          bool BY_ROWS>
 struct Qmm {
   CONST THREADS = WM * WN * 32;
   using X = DenseLoader<T, BM, BK, THREADS, VEC, false>;
@@ -28,8 +28,8 @@ struct Qmm {
 
   // tile: this threadgroup's place in y, (column of BN, row of BM) as (y, x) of the launch.
   template <typename E>
-  static void run(const device T* x, Scheme w, E epilogue, int M, int N, int K,
-                  threadgroup uint4* tiles, uint3 tile, uint simdgroup, uint lane) {
+  METAL_FUNC static void run(const device T* x, Scheme w, E epilogue, int M, int N, int K,
+                             threadgroup uint4* tiles, uint3 tile, uint simdgroup, uint lane) {
     const int row = tile.x * BM;
     const int col = tile.y * BN;
     const int id = simdgroup * 32 + lane;

@@ -41,8 +41,8 @@ struct Qmv {
 
   // Adds what this lane's runs contribute. FULL: all ROWS rows lie inside; else the first `rows`.
   template <bool FULL, typename G>
-  void march(const device T* x, const device G* norm, Scheme w, int row, int rows, int first,
-             int K) thread {
+  METAL_FUNC void march(const device T* x, const device G* norm, Scheme w, int row, int rows,
+                        int first, int K) thread {
     for (int k = first * RUN; k < K; k += 32 * SPLIT * RUN) {
       uint run[ROWS][WORDS];
       Group group[ROWS];
@@ -98,8 +98,8 @@ struct Qmv {
   // PIECE elements of each row of x, times the norm's weight, summed, then divided by the powers
   // of two which the masked weights p, p + 1, ... of a run carry.
   template <typename G>
-  void load_x(const device T* x, const device G* norm, int K, int p,
-              thread float (&xs)[M][PIECE], thread float (&x_sum)[M]) thread {
+  METAL_FUNC void load_x(const device T* x, const device G* norm, int K, int p,
+                         thread float (&xs)[M][PIECE], thread float (&x_sum)[M]) thread {
     float gain[PIECE];
     if (NORM) {
       load_run(norm, gain);
@@ -120,7 +120,7 @@ struct Qmv {
   }
 
   // All lanes, then all SPLIT simdgroups of these rows, get the whole sums.
-  void reduce(threadgroup float* shared, uint simdgroup, uint lane) thread {
+  METAL_FUNC void reduce(threadgroup float* shared, uint simdgroup, uint lane) thread {
     UNROLL
     for (int m = 0; m < M; m++) {
       UNROLL
@@ -161,8 +161,9 @@ struct Qmv {
   }
 
   template <typename G, typename E>
-  static void run(const device T* x, const device G* norm, float eps, Scheme w, E epilogue, int N,
-                  int K, threadgroup float* shared, uint block, uint simdgroup, uint lane) {
+  METAL_FUNC static void run(const device T* x, const device G* norm, float eps, Scheme w,
+                             E epilogue, int N, int K, threadgroup float* shared, uint block,
+                             uint simdgroup, uint lane) {
     const int part = simdgroup % SPLIT;
     const int row = (block * (SIMDGROUPS / SPLIT) + simdgroup / SPLIT) * ROWS;
     const int rows = min(ROWS + 0, N - row);  // not positive past the end: such a one only waits

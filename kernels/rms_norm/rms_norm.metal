@@ -8,8 +8,8 @@
 #include "../common/reduce.metal"
 
 template <int THREADS, int WIDE, typename T, typename W>
-inline void rms_norm(const device T* x, const device W* weight, float eps, device T* y, int K,
-                     threadgroup float* shared, uint row, uint simdgroup, uint lane) {
+METAL_FUNC void rms_norm(const device T* x, const device W* weight, float eps, device T* y, int K,
+                         threadgroup float* shared, uint row, uint simdgroup, uint lane) {
   const int first = (simdgroup * 32 + lane) * WIDE;
   x += size_t(row) * K;
   y += size_t(row) * K;

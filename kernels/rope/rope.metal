@@ -16,10 +16,10 @@
 
 // NORM: q_norm and k_norm (D) are there. D, R: head size and rotated part of it, R even.
 template <typename T, typename W, int D, int R, bool NORM>
-inline void rope(const device T* qkv, const device T* k_cache, const device T* v_cache,
-                 const constant int* offset, const device float* table, const device W* q_norm,
-                 const device W* k_norm, float eps, device T* q, int L, int H, int Hkv, int C,
-                 uint head, uint l, uint b, uint lane) {
+METAL_FUNC void rope(const device T* qkv, const device T* k_cache, const device T* v_cache,
+                     const constant int* offset, const device float* table, const device W* q_norm,
+                     const device W* k_norm, float eps, device T* q, int L, int H, int Hkv, int C,
+                     uint head, uint l, uint b, uint lane) {
   const device T* from = qkv + ((size_t(b) * L + l) * (H + 2 * Hkv) + head) * D;
   const int position = offset[0] + l;
   const bool is_query = int(head) < H;

@@ -24,9 +24,9 @@ struct SdpaDecode {
   CONST WIDE = D % 32 == 0 && (EACH == 2 || EACH % 4 == 0) ? (EACH == 2 ? 2 : 4) : 1;
   CONST SHARED = SIMDGROUPS * (D + 2 * QUERIES);  // floats of threadgroup memory
 
-  static int dim(uint lane, int e) { return WIDE > 1 ? lane * EACH + e : lane + 32 * e; }
+  METAL_FUNC static int dim(uint lane, int e) { return WIDE > 1 ? lane * EACH + e : lane + 32 * e; }
 
-  static void load(const device T* row, uint lane, thread float (&to)[EACH]) {
+  METAL_FUNC static void load(const device T* row, uint lane, thread float (&to)[EACH]) {
     UNROLL
     for (int e = 0; e < EACH; e += WIDE) {
       if (dim(lane, e) < D) {
@@ -40,11 +40,12 @@ struct SdpaDecode {
   // q (B, H, L, D), caches (B, Hkv, C, D). SPLITS 1: out (B, L, H * D). Else what sdpa_merge
   // wants: values (B, H, L, SPLITS, D) and stats (B, H, L, SPLITS, 2), maximum and sum.
   // place: (chunk of QUERIES, split, b * Hkv + key/value head).
-  static void run(const device T* q, const device T* k_cache, const device T* v_cache,
-                  const constant int* offset, device T* out, device float* values,
-                  device float* stats, float scale, int window, float cap, int H, int Hkv, int L,
-                  int C, threadgroup float* shared, uint3 place, uint simdgroup, uint lane) {
-    const int all = H / Hkv * L;         // queries that share this head's keys
+  METAL_FUNC static void run(const device T* q, const device T* k_cache, const device T* v_cache,
+                             const constant int* offset, device T* out, device float* values,
+                             device float* stats, float scale, int window, float cap, int H,
+                             int Hkv, int L, int C, threadgroup float* shared, uint3 place,
+                             uint simdgroup, uint lane) {
+    const int all = H / Hkv * L;  // queries that share this head's keys
     const int n0 = place.x * QUERIES;
     const size_t head = place.z;
     q += (head * all + n0) * D;
@@ -157,8 +158,8 @@ struct SdpaDecode {
 
 // One simdgroup a query: lane s weighs split s. SPLITS is at most 32.
 template <int D, int SPLITS, typename T>
-inline void sdpa_merge(const device float* values, const device float* stats, device T* out, int H,
-                       int L, uint l, uint h, uint b, uint lane) {
+METAL_FUNC void sdpa_merge(const device float* values, const device float* stats, device T* out,
+                           int H, int L, uint l, uint h, uint b, uint lane) {
   const size_t query_row = (size_t(b) * H + h) * L + l;
   values += query_row * SPLITS * D;
   stats += query_row * SPLITS * 2;

@@ -28,10 +28,10 @@ struct SdpaPrefill {
   CONST TILES = (Q::BYTES + KV::BYTES) / 16;  // threadgroup memory, in uint4
 
   // q (B, H, L, D), caches (B, Hkv, C, D), out (B, L, H * D). place: (tile of queries, h, b).
-  static void run(const device T* q, const device T* k_cache, const device T* v_cache,
-                  const constant int* offset, device T* out, float scale, int window, float cap,
-                  int H, int Hkv, int L, int C, threadgroup uint4* tiles, uint3 place,
-                  uint simdgroup, uint lane) {
+  METAL_FUNC static void run(const device T* q, const device T* k_cache, const device T* v_cache,
+                             const constant int* offset, device T* out, float scale, int window,
+                             float cap, int H, int Hkv, int L, int C, threadgroup uint4* tiles,
+                             uint3 place, uint simdgroup, uint lane) {
     threadgroup T* q_tile = (threadgroup T*)tiles;
     threadgroup T* kv_tile = (threadgroup T*)(tiles + Q::BYTES / 16);
     const int id = simdgroup * 32 + lane;

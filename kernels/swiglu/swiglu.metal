@@ -5,7 +5,7 @@
 #include "../common/epilogue.metal"
 
 template <int ACTIVATION, typename T>
-inline void gated(const device T* gate_up, device T* out, uint i) {
+METAL_FUNC void gated(const device T* gate_up, device T* out, uint i) {
   const vec<T, 2> pair = *(const device vec<T, 2>*)(gate_up + 2 * size_t(i));
   out[i] = T(activate<ACTIVATION>(float2(pair)).x);
 }

@@ -24,7 +24,7 @@ from qrun.ops._metal_rows import (
     sdpa_prefill_call,
 )
 
-MAX_ROWS = 8  # rows of x that qmv serves, and new tokens that decode attention does
+DECODE_TOKENS = 8  # new tokens up to which keys are read a query chunk at a time
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ def qmv(
     residual: mx.array | None = None,
     activation: str | None = None,
     scale: float = 1,
-    rows: geometry.Rows | None = None,
+    shape: geometry.Rows | geometry.Wide | None = None,
     run: Run = launch,
 ) -> mx.array:
-    """y (M, N) = activation(rms_norm(x) @ w.T * scale + bias) + residual, M <= MAX_ROWS."""
+    """y (M, N) = activation(rms_norm(x) @ w.T * scale + bias) + residual, M <= 16."""
     behind = Behind(bias, residual, activation, scale)
     full, full_behind = _at_least_8(m, behind)
-    (y,) = run(qmv_call(x, full, full_behind, norm, rows))
+    (y,) = run(qmv_call(x, full, full_behind, norm, shape))
     return y if full is m else y[:, : behind.columns(m.n)]
 
 
@@ -132,7 +132,7 @@ def sdpa(
 ) -> mx.array:
     """q (B, H, L, D) at positions offset .., caches (B, Hkv, C, D), to (B, L, H * D)."""
     arrays = (q, k_cache, v_cache, offset)
-    if q.shape[2] > MAX_ROWS:
+    if q.shape[2] > DECODE_TOKENS:
         (y,) = run(sdpa_prefill_call(*arrays, scale=scale, window=window, softcap=softcap))
         return y
     parts = run(sdpa_decode_call(*arrays, scale=scale, window=window, softcap=softcap))

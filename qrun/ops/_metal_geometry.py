@@ -42,9 +42,19 @@ class Tile(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """How qmv spreads a product."""
+    """How qmv spreads a product over lanes: one to three rows of x."""
 
-    rows: int  # rows of w a simdgroup serves together
+    rows: int  # of w that a simdgroup serves together
+    run: int  # weights a lane takes at a time
+    simdgroups: int  # in a threadgroup
+    split: int  # simdgroups that share K
+
+
+class Wide(NamedTuple):
+    """How qmv spreads a product over fragments: up to 16 rows of x."""
+
+    tm: int  # fragments of 8 rows of x
+    tn: int  # fragments of 8 rows of w that a simdgroup serves together
     run: int  # weights a lane takes at a time
     simdgroups: int  # in a threadgroup
     split: int  # simdgroups that share K
@@ -106,15 +116,37 @@ def tile(chip: Family, m: int, x_bytes: int) -> Tile:
     return chip.wide if x_bytes == 2 else chip.wide_float
 
 
-def rows(chip: Family, m: int, n: int, k: int, bits: int) -> Rows:
-    """qmv: 4 rows share a load of x; from M = 5 on 2, to hold 4 x M sums and 8 x M of x."""
-    count = 4 if m <= 4 else 2
-    run = 32 if bits in (3, 5) else 16  # whole words: 32 weights of 3 or 5 bits, else 4 to 16 bytes
+MAX_ROWS = 16  # of x that qmv serves
+
+
+def qmv(chip: Family, m: int, n: int, k: int, bits: int) -> Rows | Wide:
+    """Sums in lanes as long as they fit the registers, else in fragments.
+
+    Registers ranked at M = 1, 2, 3, 4, 8: 90, 94, 93, 117, 139 in lanes (with runs of 8 from M = 3
+    on), 74 in fragments for every M up to 8. Weights of 3 and 5 bits fill whole words only
+    by the 32, and 32 elements of x a row are too many from M = 2 on.
+    """
+    run = 32 if bits in (3, 5) else 16
+    if m > (1 if run == 32 else 3):
+        tn = 2
+        split = _split(chip, n // (8 * tn), k // (8 * run))
+        return Wide(_ceil(m, 8), tn, run, max(2, split), split)
+    if bits in (4, 8) and (m == 3 or k < 1024):
+        run = 8  # a short K leaves fewer lanes idle
+    split = _split(chip, n // 4, k // (32 * run))
+    return Rows(4, run, max(2, split), split)
+
+
+def _split(chip: Family, simdgroups: int, steps: int) -> int:
+    """Short N: more simdgroups share K, as long as each has a step of it."""
     split = 1
-    # Short N: let more simdgroups share K, as long as each lane of each has a run to read.
-    while split < 8 and n // count * split < chip.simdgroups and 32 * run * split * 2 <= k:
+    while split < 8 and simdgroups * split < chip.simdgroups and split * 2 <= steps:
         split *= 2
-    return Rows(count, run, max(2, split), split)
+    return split
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 class Attention(NamedTuple):

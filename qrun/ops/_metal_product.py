@@ -101,34 +101,39 @@ def qmv_call(
     m: Packed,
     behind: Behind,
     norm: tuple[mx.array, float] | None = None,
-    rows: geometry.Rows | None = None,
+    shape: geometry.Rows | geometry.Wide | None = None,
 ) -> Call:
-    """x (M, K), M <= 8, N >= 8."""
+    """x (M, K), M <= geometry.MAX_ROWS, N >= 8."""
     count = x.shape[0]
-    rows = rows or geometry.rows(geometry.here(), count, m.n, m.k, m.bits)
+    shape = shape or geometry.qmv(geometry.here(), count, m.n, m.k, m.bits)
+    wide = isinstance(shape, geometry.Wide)
+    if wide:
+        kernel, rows, at_a_time = "QmvWide<T, Scheme, TM, TN,", "x_shape[0], ", 8 * shape.tn
+    else:
+        kernel, rows, at_a_time = "Qmv<T, Scheme, M, ROWS,", "", shape.rows
     source = f"""
 using Scheme = {scheme(m)};
-using Kernel = Qmv<T, Scheme, M, ROWS, RUN, SIMDGROUPS, SPLIT, NORM>;
+using Kernel = {kernel} RUN, SIMDGROUPS, SPLIT, NORM>;
 threadgroup float shared[Kernel::SHARED];
 Kernel::template run<G>(x, {"norm" if norm else "nullptr"}, {literal(norm[1] if norm else 0)},
-    {packed(m, "x_shape[1]")}, {behind.text("w_shape[0]")}, w_shape[0], x_shape[1], shared,
+    {packed(m, "x_shape[1]")}, {behind.text("w_shape[0]")}, {rows}w_shape[0], x_shape[1], shared,
     threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
-    inputs = (
-        {"x": x} | matrix_inputs(m) | ({} if norm is None else {"norm": norm[0]}) | behind.inputs()
-    )
-    template: dict[str, Value] = {"T": x.dtype, **scheme_template(m), "M": count}
-    template |= dict(zip(("ROWS", "RUN", "SIMDGROUPS", "SPLIT"), rows, strict=True))
+    inputs = {"x": x} | matrix_inputs(m) | ({} if norm is None else {"norm": norm[0]})
+    template: dict[str, Value] = {"T": x.dtype, **scheme_template(m)}
+    template |= {} if wide else {"M": count}
+    template |= {name.upper(): value for name, value in shape._asdict().items()}
     template |= {"NORM": norm is not None, "G": x.dtype if norm is None else norm[0].dtype}
+    groups = ceil_div(m.n, at_a_time * (shape.simdgroups // shape.split))
     return call(
-        "qmv",
-        "qmv/qmv.metal",
+        "qmv_wide" if wide else "qmv",
+        "qmv/qmv_wide.metal" if wide else "qmv/qmv.metal",
         source,
-        inputs,
+        inputs | behind.inputs(),
         {"y": ((count, behind.columns(m.n)), x.dtype)},
         template | behind.template(x.dtype),
-        (ceil_div(m.n, rows.rows * (rows.simdgroups // rows.split)) * 32 * rows.simdgroups, 1, 1),
-        32 * rows.simdgroups,
+        (groups * 32 * shape.simdgroups, 1, 1),
+        32 * shape.simdgroups,
     )
 
 

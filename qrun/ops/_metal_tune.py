@@ -67,30 +67,32 @@ def candidates(rows: int, m: Packed, x_bytes: int) -> dict[str, Product]:
     chip = geometry.here()
     found: dict[str, Product] = {}
 
-    def add_qmv(shape: geometry.Rows) -> None:
-        name = f"qmv {shape.rows}x{shape.run} simdgroups {shape.simdgroups} split {shape.split}"
-        found[name] = lambda x, m, **behind: _metal.qmv(x, m, rows=shape, **behind)
+    def add_qmv(shape: geometry.Rows | geometry.Wide) -> None:
+        numbers = " ".join(f"{name} {value}" for name, value in shape._asdict().items())
+        name = f"{'fragments' if isinstance(shape, geometry.Wide) else 'lanes'}: {numbers}"
+        found[name] = lambda x, m, **behind: _metal.qmv(x, m, shape=shape, **behind)
 
     def add_qmm(shape: geometry.Tile) -> None:
-        name = f"qmm {shape.bm}x{shape.bn}x{shape.bk} {shape.wm}x{shape.wn} stages {shape.stages}"
+        name = "tiles: " + " ".join(f"{name} {value}" for name, value in shape._asdict().items())
         if shape.threadgroup_bytes(x_bytes) <= 32768:
             found[name] = lambda x, m, **behind: _metal.qmm(x, m, tile=shape, **behind)
 
-    if rows <= _metal.MAX_ROWS:
-        best = geometry.rows(chip, rows, m.n, m.k, m.bits)
+    if rows <= geometry.MAX_ROWS:
+        best = geometry.qmv(chip, rows, m.n, m.k, m.bits)
         add_qmv(best)
-        add_qmv(best._replace(rows=2 if best.rows == 4 else 4))
-        if best.split == 1:
-            add_qmv(best._replace(simdgroups=4))
+        if isinstance(best, geometry.Wide):
+            add_qmv(best._replace(tn=4))
         else:
+            add_qmv(best._replace(rows=8 if rows == 1 else 2))
+        more = best.split * 2
+        add_qmv(best._replace(simdgroups=max(2, more), split=more))
+        if best.split > 1:
             add_qmv(best._replace(simdgroups=2, split=1))
-    if rows > 4:
-        best_tile = geometry.tile(chip, rows, x_bytes)
-        add_qmm(best_tile)
-        if rows > 32:
-            for tile in (geometry.LADDER["2x2"], geometry.LADDER["4x2"], geometry.LADDER["4x4"]):
-                add_qmm(tile)
-            add_qmm(geometry.LADDER["4x4 double"])
+    if rows > 8:
+        add_qmm(geometry.tile(chip, rows, x_bytes))
+    if rows > 32:
+        for tile in geometry.LADDER.values():
+            add_qmm(tile)
     found["mlx"] = mlx_product
     return found
 

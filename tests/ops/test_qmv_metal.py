@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qrun.ops import _metal
-from qrun.ops._metal_geometry import Rows
+from qrun.ops._metal_geometry import Rows, Wide
 from qrun.ops._metal_product import Behind, qmv_call
 from tests.ops import metal_support as support
 from tests.ops.metal_support import DTYPES, SEEDS, run, shuffled
@@ -15,23 +15,30 @@ from tests.ops.metal_support import DTYPES, SEEDS, run, shuffled
 ALL_BITS = [2, 3, 4, 5, 6, 8]
 
 
-def decoded(m: support.Matrix, seed: int) -> None:
-    """Eight one-hot rows, from all over K, give back eight columns of the matrix."""
-    columns = sorted({0, m.k - 1, *np.random.default_rng(seed).integers(0, m.k, 6).tolist()})
+LANES = Rows(4, 16, 2, 1)
+FRAGMENTS = Wide(1, 2, 16, 2, 1)
+
+
+def decoded(m: support.Matrix, rows: int, seed: int) -> None:
+    """One-hot rows, from all over K, give back columns of the matrix."""
+    columns = [0, m.k - 1, *np.random.default_rng(seed).integers(0, m.k, 8).tolist()][:rows]
     with shuffled(seed):
         y = _metal.qmv(support.one_hot(columns, m.k, mx.float32), m, run=run)
     np.testing.assert_array_equal(support.numbers(y), m.values.T[columns])
 
 
+@pytest.mark.parametrize("rows", [1, 10])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", ALL_BITS)
-def test_decode(bits: int, group: int) -> None:
-    decoded(support.matrix(11, 640, bits, group), bits)
+def test_decode(bits: int, group: int, rows: int) -> None:
+    for seed in range(2 if rows == 1 else 1):
+        decoded(support.matrix(11, 640, bits, group), rows, seed)
 
 
+@pytest.mark.parametrize("rows", [1, 10])
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
-def test_decode_micro(mode: str) -> None:
-    decoded(support.micro(11, 160, mode), 1)
+def test_decode_micro(mode: str, rows: int) -> None:
+    decoded(support.micro(11, 160, mode), rows, 1)
 
 
 @pytest.mark.parametrize("scales", DTYPES)
@@ -45,7 +52,7 @@ def test_decode_dtypes(dtype: mx.Dtype, scales: mx.Dtype) -> None:
     np.testing.assert_array_equal(support.numbers(y), support.round_to(m.values.T[columns], dtype))
 
 
-@pytest.mark.parametrize("rows", range(1, 9))
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accumulation(dtype: mx.Dtype, rows: int) -> None:
     m = support.matrix(33, 576)
@@ -59,40 +66,52 @@ def test_accumulation(dtype: mx.Dtype, rows: int) -> None:
     assert all(mx.array_equal(results[0], y) for y in results[1:])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 31])
+@pytest.mark.parametrize("shape", [LANES, FRAGMENTS])
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 35])
 @pytest.mark.parametrize("k", [32, 96, 896, 4864])
-def test_odd_shapes(n: int, k: int) -> None:
+def test_odd_shapes(n: int, k: int, shape: Rows | Wide) -> None:
     m = support.matrix(n, k, 4, 32)
-    x = support.normal(np.random.default_rng(n), (1, k), mx.float16)
+    x = support.normal(np.random.default_rng(n), (2, k), mx.float16)
     for seed in SEEDS:
         with shuffled(seed):
-            y = _metal.qmv(x, m, rows=Rows(4, 16, 2, 1), run=run)
+            y = _metal.qmv(x, m, shape=shape, run=run)
         reference = support.numbers(x) @ m.values.T
         support.assert_bounded(y, reference, support.plain_product(x, m.values))
 
 
-@pytest.mark.parametrize("shape", [Rows(4, 16, 2, 2), Rows(2, 8, 8, 4), Rows(4, 8, 8, 8)])
-def test_split(shape: Rows) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Rows(4, 16, 2, 2),
+        Rows(2, 8, 8, 4),
+        Rows(8, 8, 8, 8),
+        Wide(1, 1, 16, 4, 2),
+        Wide(2, 2, 32, 8, 8),
+        Wide(1, 4, 8, 4, 4),
+    ],
+)
+def test_split(shape: Rows | Wide) -> None:
     """Simdgroups that share K, some of them with nothing to read."""
     m = support.matrix(13, 1152)
     x = support.normal(np.random.default_rng(7), (2, 1152), mx.bfloat16)
     for seed in SEEDS:
         with shuffled(seed):
-            y = _metal.qmv(x, m, rows=shape, run=run)
+            y = _metal.qmv(x, m, shape=shape, run=run)
         reference = support.numbers(x) @ m.values.T
         support.assert_bounded(y, reference, support.plain_product(x, m.values))
 
 
-@pytest.mark.parametrize("split", [1, 4])
+@pytest.mark.parametrize(
+    "shape", [Rows(4, 32, 4, 1), Rows(4, 32, 4, 4), Wide(1, 2, 32, 4, 1), Wide(1, 2, 32, 4, 4)]
+)
 @pytest.mark.parametrize("bits", [3, 4])
-def test_norm_in_front(bits: int, split: int) -> None:
+def test_norm_in_front(bits: int, shape: Rows | Wide) -> None:
     rng = np.random.default_rng(4)
     m = support.matrix(18, 704, bits)
     x = support.normal(rng, (3, 704), mx.float16) * 3
     weight = support.normal(rng, (704,), mx.float32)
     with shuffled(1):
-        shape = Rows(4, 32 if bits == 3 else 16, 4, split)
-        y = _metal.qmv(x, m, norm=(weight, 1e-5), rows=shape, run=run)
+        y = _metal.qmv(x, m, norm=(weight, 1e-5), shape=shape, run=run)
     wide = support.numbers(x)
     normed = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * support.numbers(weight)
     reference = normed @ m.values.T
@@ -100,9 +119,10 @@ def test_norm_in_front(bits: int, split: int) -> None:
     assert error <= support.ulp(np.abs(reference).max(), mx.float16)
 
 
+@pytest.mark.parametrize("shape", [LANES, FRAGMENTS])
 @pytest.mark.parametrize("activation", [None, "swiglu", "geglu"])
 @pytest.mark.parametrize("terms", ["", "scale", "bias", "residual", "scale bias residual"])
-def test_epilogues(activation: str | None, terms: str) -> None:
+def test_epilogues(activation: str | None, terms: str, shape: Rows | Wide) -> None:
     rng = np.random.default_rng(3)
     m = support.matrix(22, 64, dtype=mx.bfloat16)
     x = support.normal(rng, (3, 64), mx.float16)
@@ -112,7 +132,14 @@ def test_epilogues(activation: str | None, terms: str) -> None:
     scale = 0.375 if "scale" in terms else 1
     with shuffled(2):
         y = _metal.qmv(
-            x, m, bias=bias, residual=residual, activation=activation, scale=scale, run=run
+            x,
+            m,
+            bias=bias,
+            residual=residual,
+            activation=activation,
+            scale=scale,
+            shape=shape,
+            run=run,
         )
     reference = support.behind64(
         support.numbers(x) @ m.values.T,
@@ -142,12 +169,14 @@ def test_fewer_than_8_rows_with_everything() -> None:
 
 
 @pytest.mark.parametrize("split", [1, 4])
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("bits", ALL_BITS)
-def test_traffic(bits: int, split: int) -> None:
+def test_traffic(bits: int, wide: bool, split: int) -> None:
     """Every byte of w is read exactly once, in accesses of 4 bytes and more."""
     m = support.matrix(21, 896, bits)
     x = support.normal(np.random.default_rng(6), (1, 896), mx.float16)
-    shape = Rows(4, 32 if bits in (3, 5) else 16, 4, split)
+    length = 32 if bits in (3, 5) else 16
+    shape = Wide(1, 2, length, 4, split) if wide else Rows(4, length, 4, split)
     w = run(qmv_call(x, m, Behind(), None, shape)).counters.buffers["w"]
     assert w.read_bytes == w.bytes
     assert (w.least_reads, w.most_reads) == (1, 1)
