@@ -191,8 +191,10 @@ class Compiled:
 
 
 @functools.lru_cache(maxsize=256)
-def compile_source(header: str, signature: str, body: str, entry: str) -> Compiled:
-    rewriter = rewrite.Rewriter()
+def compile_source(
+    header: str, signature: str, body: str, entry: str, constants: tuple[tuple[int, Any], ...] = ()
+) -> Compiled:
+    rewriter = rewrite.Rewriter(constants=dict(constants))
     header = rewriter(header)
     body = rewriter(body)
     text = (
@@ -215,6 +217,7 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
     order: str | None = None  # the rest is the emulator's own: see Settings
     seed: int | None = None
     check: bool | None = None
+    function_constants: dict[int, Any] = field(default_factory=dict)
     last: Launch | None = field(default=None, repr=False)
 
     def __call__(
@@ -245,7 +248,8 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         if verbose:
             print(f"{self.header}{signature}{self.source}\n}}")
         entry = sig.entry(function, self.source, params, template)
-        compiled = compile_source(self.header, signature, self.source, entry)
+        constants = tuple(self.function_constants.items())
+        compiled = compile_source(self.header, signature, self.source, entry, constants)
 
         results = [
             arrays.empty_bits(tuple(s), d) for s, d in zip(output_shapes, dtypes, strict=True)
