@@ -138,7 +138,7 @@ EM_FN constexpr To cast(From x) {  // static_cast: between vectors it converts, 
   if constexpr (em_vec<To>::size > 1 && em_vec<From>::size > 1) {
     return __builtin_convertvector(x, To);
   } else {
-    return static_cast<To>(x);
+    return (To)x;
   }
 }
 
