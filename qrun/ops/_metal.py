@@ -176,14 +176,14 @@ def rope(
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float, *, run: Run = launch) -> mx.array:
     """x (..., K)."""
-    (y,) = run(rms_norm_call(x.reshape(-1, x.shape[-1]), weight, eps))
-    return y.reshape(x.shape)
+    (y,) = run(rms_norm_call(mx.reshape(x, (-1, x.shape[-1])), weight, eps))
+    return mx.reshape(y, x.shape)
 
 
 def embedding(ids: mx.array, m: Packed, *, dtype: mx.Dtype, run: Run = launch) -> mx.array:
     """ids (...) int32 to (..., K)."""
-    (y,) = run(embedding_call(ids.reshape(-1), m, dtype))
-    return y.reshape(*ids.shape, m.k)
+    (y,) = run(embedding_call(mx.flatten(ids), m, dtype))
+    return mx.reshape(y, (*ids.shape, m.k))
 
 
 def swiglu(gate_up: mx.array, *, activation: str = "swiglu", run: Run = launch) -> mx.array:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 
@@ -73,7 +74,7 @@ def header(file: str) -> str:
 
 @cache
 def _compiled(kernel: Kernel) -> Callable[..., list[mx.array]]:
-    return mx.fast.metal_kernel(
+    compiled = mx.fast.metal_kernel(
         name=kernel.name,
         input_names=kernel.input_names,
         output_names=kernel.output_names,
@@ -81,6 +82,7 @@ def _compiled(kernel: Kernel) -> Callable[..., list[mx.array]]:
         header=kernel.header,
         compile_options={"math_mode": "fast"},
     )
+    return cast("Callable[..., list[mx.array]]", compiled)
 
 
 def launch(call: Call) -> Sequence[mx.array]:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -70,12 +71,12 @@ def candidates(rows: int, m: Packed, x_bytes: int) -> dict[str, Product]:
     def add_qmv(shape: geometry.Rows | geometry.Wide) -> None:
         numbers = " ".join(f"{name} {value}" for name, value in shape._asdict().items())
         name = f"{'fragments' if isinstance(shape, geometry.Wide) else 'lanes'}: {numbers}"
-        found[name] = lambda x, m, **behind: _metal.qmv(x, m, shape=shape, **behind)
+        found[name] = partial(_metal.qmv, shape=shape)
 
     def add_qmm(shape: geometry.Tile) -> None:
         name = "tiles: " + " ".join(f"{name} {value}" for name, value in shape._asdict().items())
         if shape.threadgroup_bytes(x_bytes) <= 32768:
-            found[name] = lambda x, m, **behind: _metal.qmm(x, m, tile=shape, **behind)
+            found[name] = partial(_metal.qmm, tile=shape)
 
     if rows <= geometry.MAX_ROWS:
         best = geometry.qmv(chip, rows, m.n, m.k, m.bits)
@@ -226,7 +227,7 @@ def tune(
     again: bool = False,
     budget: float = BUDGET,
     clock: Callable[[], float] = time.perf_counter,
-    evaluate: Callable[..., None] = mx.eval,
+    evaluate: Callable[..., None] = mx.eval,  # pyright: ignore[reportUnknownMemberType]
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> None:
     """Times what `choices` does not know yet (again: everything) until the budget is spent."""
