@@ -23,11 +23,15 @@ METAL_FUNC int fragment_col(uint lane) {
   return ((lane / 4) & 2) * 2 + (lane % 2) * 2;
 }
 
-// This lane's pair of the fragment at p, element (row, col) at p[row * ROW + col * COL]:
-// a transposed matrix is only a swap of the two strides.
+// This lane's pair of the fragment at p, element (row, col) at p[row * ROW + col * COL]: a
+// transposed matrix is only a swap of the two strides. Neighbours in memory come in one access.
 template <int ROW, int COL, typename T>
 METAL_FUNC float2 fragment_load(const threadgroup T* p, int row, int col) {
   const threadgroup T* at = p + row * ROW + col * COL;
+  if (COL == 1) {
+    const vec<T, 2> pair = *(const threadgroup vec<T, 2>*)at;
+    return float2(float(pair.x), float(pair.y));
+  }
   return float2(float(at[0]), float(at[COL]));
 }
 

@@ -124,8 +124,10 @@ struct QuantizedLoader {
       if (n < COUNT) {
         threadgroup float* to = tile + n / ACROSS * LD + n % ACROSS * RUN;
         UNROLL
-        for (int i = 0; i < RUN; i++) {
-          to[i] = weight<Scheme>(held[s], i, group[s]);
+        for (int i = 0; i < RUN; i += 4) {
+          *(threadgroup float4*)(to + i) = float4(
+              weight<Scheme>(held[s], i, group[s]), weight<Scheme>(held[s], i + 1, group[s]),
+              weight<Scheme>(held[s], i + 2, group[s]), weight<Scheme>(held[s], i + 3, group[s]));
         }
       }
     }

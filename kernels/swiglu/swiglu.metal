@@ -7,5 +7,5 @@
 template <int ACTIVATION, typename T>
 METAL_FUNC void gated(const device T* gate_up, device T* out, uint i) {
   const vec<T, 2> pair = *(const device vec<T, 2>*)(gate_up + 2 * size_t(i));
-  out[i] = T(activate<ACTIVATION>(float2(pair)).x);
+  out[i] = T(activate<ACTIVATION>(float2(float(pair.x), float(pair.y))).x);
 }
