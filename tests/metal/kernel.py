@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.metal import arrays, clang, rewrite
+from tests.metal import arrays, clang, inlining, rewrite
 from tests.metal import signature as sig
 from tests.metal.lines import LineTable
 from tests.metal.report import Finding, MetalError, RawFinding, explain
@@ -134,6 +134,10 @@ class Compiled:
         self.lib.em_stats.restype = ctypes.POINTER(ctypes.c_uint64 * 9)
         for name in ("em_unwritten", "em_threadgroup_bytes"):
             getattr(self.lib, name).restype = ctypes.c_uint64
+
+        rows = inlining.chains(self.lines.image, self.lines.sections)
+        self.chains = (ctypes.c_uint32 * (3 * len(rows) + 1))(*[n for row in rows for n in row])
+        self.lib.em_chains(self.chains, len(rows))
 
     @functools.cached_property
     def lines(self) -> LineTable:
