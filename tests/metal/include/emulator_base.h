@@ -137,11 +137,25 @@ EM_FN void em_put(thread V& v, thread int& at, A a) {
   }
 }
 
+#define EM_HALF(T)                                 \
+  template <>                                      \
+  struct em_half_like<T> {                         \
+    static constexpr constant bool value = true;   \
+  };
+template <typename T>
+struct em_half_like {
+  static constexpr constant bool value = false;
+};
+EM_HALF(half)
+EM_HALF(bfloat)
+
 // V(a, b, ...) with Metal's meaning; the driver rewrites vector constructors to this.
 template <typename V, typename A>
 EM_FN V make(A a) {
   using T = typename em_vec<V>::scalar;
-  if constexpr (em_vec<V>::size == 1) {
+  if constexpr (em_half_like<V>::value && em_half_like<A>::value) {
+    return (V)(float)a;
+  } else if constexpr (em_vec<V>::size == 1) {
     return (V)a;
   } else if constexpr (em_vec<A>::size == 1) {
     return (V)(T)a;
@@ -170,6 +184,8 @@ template <typename To, typename From>
 EM_FN constexpr To cast(From x) {  // static_cast: between vectors it converts, component by component
   if constexpr (em_vec<To>::size > 1 && em_vec<From>::size > 1) {
     return __builtin_convertvector(x, To);
+  } else if constexpr (em_half_like<To>::value && em_half_like<From>::value) {
+    return (To)(float)x;
   } else {
     return (To)x;
   }
