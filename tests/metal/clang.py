@@ -25,7 +25,7 @@ NEEDED = 19
 METAL_FLAGS = [
     *["-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc", "-cl-single-precision-constant"],
     *["-Xclang", "-cl-ext=-all,+__opencl_c_generic_address_space,+cl_khr_fp16"],
-    *["-I", str(INCLUDE), "-include", "emulator_base.h", "-Dstatic_cast=metal::cast"],
+    *["-nostdinc", "-I", str(INCLUDE), "-include", "emulator_base.h", "-Dstatic_cast=metal::cast"],
     # 16-bit sums must round to 16 bits at every step, as on the GPU.
     *["-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"],
     *["-ffp-contract=off", "-fno-math-errno"],

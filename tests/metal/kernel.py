@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.metal import arrays, clang, rewrite
+from tests.metal import arrays, clang, inlining, rewrite
 from tests.metal import signature as sig
 from tests.metal.lines import LineTable
+from tests.metal.lint import lint
 from tests.metal.report import Finding, MetalError, RawFinding, explain
 
 WRITABLE, INITIALISED = 1, 2
@@ -34,6 +35,7 @@ class Settings:
     order: str = "forward"  # in which fibers and threadgroups run: ORDERS
     seed: int = 0  # of the random order
     check: bool = True  # raise MetalError when a launch has findings
+    lint: bool = True  # refuse what Metal refuses and clang accepts
     launches: list[Launch] | None = None  # a list here collects every launch
 
     @contextlib.contextmanager
@@ -135,6 +137,10 @@ class Compiled:
         for name in ("em_unwritten", "em_threadgroup_bytes"):
             getattr(self.lib, name).restype = ctypes.c_uint64
 
+        rows = inlining.chains(self.lines.image, self.lines.sections)
+        self.chains = (ctypes.c_uint32 * (3 * len(rows) + 1))(*[n for row in rows for n in row])
+        self.lib.em_chains(self.chains, len(rows))
+
     @functools.cached_property
     def lines(self) -> LineTable:
         return LineTable(self.path)
@@ -191,6 +197,12 @@ class Compiled:
 
 
 @functools.lru_cache(maxsize=256)
+def lint_source(header: str, body: str) -> None:
+    if found := lint(header, "header") + lint(body, "body"):
+        raise clang.CompileError("the lint refuses:\n" + "\n".join(found))
+
+
+@functools.lru_cache(maxsize=256)
 def compile_source(
     header: str, signature: str, body: str, entry: str, constants: tuple[tuple[int, Any], ...] = ()
 ) -> Compiled:
@@ -218,6 +230,7 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
     order: str | None = None  # the rest is the emulator's own: see Settings
     seed: int | None = None
     check: bool | None = None
+    lint: bool | None = None
     function_constants: dict[int, Any] = field(default_factory=dict)
     last: Launch | None = field(default=None, repr=False)
 
@@ -250,6 +263,8 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
             print(f"{self.header}{signature}{self.source}\n}}")
         entry = sig.entry(function, self.source, params, template)
         constants = tuple(self.function_constants.items())
+        if settings.lint if self.lint is None else self.lint:
+            lint_source(self.header, self.source)
         compiled = compile_source(self.header, signature, self.source, entry, constants)
 
         results = [

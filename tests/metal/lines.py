@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 
 
-def _sections(image: bytes) -> dict[str, tuple[int, int, int]]:
+def sections_of(image: bytes) -> dict[str, tuple[int, int, int]]:
     """name -> (address, file offset, size) of an ELF64 little-endian image."""
     (shoff,) = struct.unpack_from("<Q", image, 0x28)
     size, count, names = struct.unpack_from("<HHH", image, 0x3A)
@@ -24,7 +24,7 @@ def _sections(image: bytes) -> dict[str, tuple[int, int, int]]:
     return out
 
 
-class _Reader:
+class Reader:
     def __init__(self, data: bytes, at: int) -> None:
         self.data, self.at = data, at
 
@@ -63,7 +63,7 @@ class LineTable:
 
     def __init__(self, path: Path) -> None:
         self.image = path.read_bytes()
-        self.sections = _sections(self.image)
+        self.sections = sections_of(self.image)
         rows: list[tuple[int, str, int]] = []
         if ".debug_line" in self.sections:
             _, at, size = self.sections[".debug_line"]
@@ -90,7 +90,7 @@ class LineTable:
         return "?"
 
     def _unit(self, at: int, rows: list[tuple[int, str, int]]) -> int:
-        r = _Reader(self.image, at)
+        r = Reader(self.image, at)
         end = r.take("I") + r.at
         version = r.take("H")
         header = r.take("I") + r.at

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass, field
 
 _SCALARS = "char|uchar|short|ushort|int|uint|long|ulong|half|float|bfloat"
-_VECTOR = re.compile(rf"\b(?:metal::)?((?:{_SCALARS})[234])(?=\s*\()")
+_VECTOR = re.compile(rf"\b(?:metal::)?((?:{_SCALARS})[234]|half|bfloat)(?=\s*\()")
 _VEC = re.compile(r"\b(?:metal::)?vec\s*<")
 _ALIAS = re.compile(
     rf"\busing\s+(\w+)\s*=\s*(?:typename\s+)?(?:metal::)?(?:vec\s*<|(?:{_SCALARS})[234]\s*;)"

@@ -147,7 +147,7 @@ def entry(name: str, body: str, params: list[Parameter], template: list[tuple[st
     values = ", ".join(template_text(v)[1] for _, v in template)
     call = f"{name}<{values}>" if template else name
     return (
-        'extern "C" __attribute__((visibility("default"), nodebug))\n'
+        'extern "C" __attribute__((visibility("default")))\n'
         "void em_entry() {\n"
         f"  {call}({', '.join(args)});\n}}\n"
     )

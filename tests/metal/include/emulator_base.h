@@ -53,19 +53,22 @@ typedef long ptrdiff_t;
 #define EM_HERE em_file, em_line << 10 | (em_column & 1023)
 typedef const constant char* em_file_t;
 
+// Never merged: two calls in two branches must stay two calls.
+#define EM_MEET __attribute__((nomerge))
+
 extern "C" {
 ulong em_argument(uint index);
 uint em_attribute(uint what, uint dimension);
 threadgroup void* em_threadgroup_array(uint id, ulong bytes);
-void em_threadgroup_barrier(uint flags, em_file_t file, uint line_column);
-void em_simdgroup_barrier(uint flags, em_file_t file, uint line_column);
-ulong em_shuffle(uint quad, ulong value, uint from, em_file_t file, uint line_column);
-ulong em_ballot(uint quad, uint yes, em_file_t file, uint line_column);
-float em_reduce_float(uint quad, float x, uint op, uint prefix, em_file_t file, uint line_column);
-long em_reduce_long(uint quad, long x, uint op, uint prefix, em_file_t file, uint line_column);
-ulong em_reduce_ulong(uint quad, ulong x, uint op, uint prefix, em_file_t file, uint line_column);
-ulong em_multiply(ulong a, ulong b, ulong c, em_file_t file, uint line_column);
-void em_pass(uint what, em_file_t file, uint line_column);
+EM_MEET void em_threadgroup_barrier(uint flags, em_file_t file, uint line_column);
+EM_MEET void em_simdgroup_barrier(uint flags, em_file_t file, uint line_column);
+EM_MEET ulong em_shuffle(uint quad, ulong value, uint from, em_file_t file, uint line_column);
+EM_MEET ulong em_ballot(uint quad, uint yes, em_file_t file, uint line_column);
+EM_MEET float em_reduce_float(uint quad, float x, uint op, uint prefix, em_file_t file, uint line_column);
+EM_MEET long em_reduce_long(uint quad, long x, uint op, uint prefix, em_file_t file, uint line_column);
+EM_MEET ulong em_reduce_ulong(uint quad, ulong x, uint op, uint prefix, em_file_t file, uint line_column);
+EM_MEET ulong em_multiply(ulong a, ulong b, ulong c, em_file_t file, uint line_column);
+EM_MEET void em_pass(uint what, em_file_t file, uint line_column);
 void em_atomic(volatile device void* p, uint size);
 }
 
@@ -85,6 +88,35 @@ struct em_vec<vec<T, N>> {
   static constexpr constant int size = N;
 };
 
+// packed_float3 and kin: the alignment of a component, no padding.
+template <typename T, int N>
+struct packed_vec {
+  T em_v[N];
+  packed_vec() = default;
+  packed_vec(vec<T, N> a) { for (int i = 0; i < N; ++i) em_v[i] = a[i]; }
+#define EM_PACKED(space)                                                  \
+  operator vec<T, N>() const space {                                      \
+    vec<T, N> r;                                                          \
+    for (int i = 0; i < N; ++i) r[i] = em_v[i];                           \
+    return r;                                                             \
+  }                                                                       \
+  T operator[](int i) const space { return em_v[i]; }
+  EM_PACKED(thread)
+  EM_PACKED(device)
+  EM_PACKED(threadgroup)
+  EM_PACKED(constant)
+#undef EM_PACKED
+};
+template <typename T, int N>
+struct em_vec<packed_vec<T, N>> {
+  using scalar = T;
+  static constexpr constant int size = N;
+};
+template <typename A>
+EM_FN A em_plain(A a) { return a; }
+template <typename T, int N>
+EM_FN vec<T, N> em_plain(packed_vec<T, N> a) { return a; }
+
 template <bool B, typename T = void>
 struct enable_if {};
 template <typename T>
@@ -100,21 +132,36 @@ EM_FN void em_put(thread V& v, thread int& at, A a) {
   if constexpr (em_vec<A>::size == 1) {
     v[at++] = (T)a;
   } else {
-    for (int i = 0; i < em_vec<A>::size; ++i) v[at++] = (T)a[i];
+    auto p = em_plain(a);
+    for (int i = 0; i < em_vec<A>::size; ++i) v[at++] = (T)p[i];
   }
 }
+
+#define EM_HALF(T)                                 \
+  template <>                                      \
+  struct em_half_like<T> {                         \
+    static constexpr constant bool value = true;   \
+  };
+template <typename T>
+struct em_half_like {
+  static constexpr constant bool value = false;
+};
+EM_HALF(half)
+EM_HALF(bfloat)
 
 // V(a, b, ...) with Metal's meaning; the driver rewrites vector constructors to this.
 template <typename V, typename A>
 EM_FN V make(A a) {
   using T = typename em_vec<V>::scalar;
-  if constexpr (em_vec<V>::size == 1) {
+  if constexpr (em_half_like<V>::value && em_half_like<A>::value) {
+    return (V)(float)a;
+  } else if constexpr (em_vec<V>::size == 1) {
     return (V)a;
   } else if constexpr (em_vec<A>::size == 1) {
     return (V)(T)a;
   } else {
     static_assert(em_vec<A>::size == em_vec<V>::size, "vectors of different length");
-    return __builtin_convertvector(a, V);
+    return __builtin_convertvector(em_plain(a), V);
   }
 }
 template <typename V>
@@ -137,6 +184,8 @@ template <typename To, typename From>
 EM_FN constexpr To cast(From x) {  // static_cast: between vectors it converts, component by component
   if constexpr (em_vec<To>::size > 1 && em_vec<From>::size > 1) {
     return __builtin_convertvector(x, To);
+  } else if constexpr (em_half_like<To>::value && em_half_like<From>::value) {
+    return (To)(float)x;
   } else {
     return (To)x;
   }
@@ -164,25 +213,6 @@ EM_VECTORS(half, half)
 EM_VECTORS(float, float)
 EM_VECTORS(bfloat, bfloat)
 
-// packed_float3 and kin: the alignment of a component, no padding.
-template <typename T, int N>
-struct packed_vec {
-  T em_v[N];
-  packed_vec() = default;
-  packed_vec(vec<T, N> a) { for (int i = 0; i < N; ++i) em_v[i] = a[i]; }
-#define EM_PACKED(space)                                                  \
-  operator vec<T, N>() const space {                                      \
-    vec<T, N> r;                                                          \
-    for (int i = 0; i < N; ++i) r[i] = em_v[i];                           \
-    return r;                                                             \
-  }                                                                       \
-  T operator[](int i) const space { return em_v[i]; }
-  EM_PACKED(thread)
-  EM_PACKED(device)
-  EM_PACKED(threadgroup)
-  EM_PACKED(constant)
-#undef EM_PACKED
-};
 #define EM_PACKED_TYPES(name)                 \
   typedef packed_vec<name, 2> packed_##name##2; \
   typedef packed_vec<name, 3> packed_##name##3; \

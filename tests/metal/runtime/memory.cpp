@@ -25,7 +25,7 @@ Buffer buffers[kMaxBuffers];
 u32 buffer_count;
 static u8* arena;
 static u64 arena_used;
-static u8 owner[kArenaBytes / kGrain];  // grain -> buffer + 1; red zones belong to the one before
+static u8 owner[kArenaBytes / kGrain];  // grain -> buffer + 1; red zones go to the nearer buffer
 static Finding findings[kMaxFindings];
 static u32 finding_count;
 static u32 group_arrays[64];  // threadgroup array id -> buffer + 1, 0 when not yet declared
@@ -177,7 +177,7 @@ static inline void access(uptr address, u32 size, const void* pc) {
   }
   Buffer& b = buffers[index];
   const u64 inside = address - (uptr)b.start;
-  if (__builtin_expect(inside + size > b.size, 0)) {
+  if (__builtin_expect(inside >= b.size || size > b.size - inside, 0)) {
     find_access(kOutOfBounds, pc, index, address, size, act);
     stop_run();
   }
@@ -279,20 +279,19 @@ HOOK __bf16 __truncsfbf2(float x) {  // libgcc has it only from version 13
 
 static u32 add_buffer(u64 bytes, u32 flags) {
   if (!arena) arena = (u8*)(((uptr)map(kArenaBytes + kGrain) + kGrain - 1) / kGrain * kGrain);
-  if (arena_used == 0) arena_used = kRedZone;
-  const u64 grains = (bytes + kRedZone + kGrain - 1) / kGrain;
-  if (buffer_count == kMaxBuffers || arena_used + grains * kGrain > kArenaBytes) return ~0u;
+  const u64 room = (bytes + kGrain - 1) / kGrain * kGrain + kRedZone;  // half in front, half behind
+  if (buffer_count == kMaxBuffers || arena_used + room > kArenaBytes) return ~0u;
   Buffer& b = buffers[buffer_count];
   b = {};
-  b.start = arena + arena_used;
+  b.start = arena + arena_used + kRedZone / 2;
   b.size = bytes;
   b.flags = flags;
   if (flags & kWritable)
     b.shadow = (Shadow*)map((bytes + 1) * sizeof(Shadow));
   else
     b.reads = (u16*)map((bytes + 1) * sizeof(u16));
-  memset(owner + arena_used / kGrain, (int)buffer_count + 1, grains);
-  arena_used += grains * kGrain;
+  memset(owner + arena_used / kGrain, (int)buffer_count + 1, room / kGrain);
+  arena_used += room;
   if (flags & kInitialised && flags & kWritable)
     for (u64 i = 0; i < bytes; ++i) b.shadow[i].writer = 1ull << 32;
   return buffer_count++;

@@ -44,7 +44,7 @@ struct Finding {
   u32 kind;
   u32 count;      // how often this finding came up again
   u64 pc, pc2;    // offsets in the image; pc2 is the other side, 0 when unknown
-  u64 site, site2;      // of collectives, see Fiber
+  u64 site, site2;      // of collectives, see Place
   int64_t offset; // bytes from the start of the buffer
   u32 buffer;     // index, or ~0
   u32 size;       // bytes of the access
@@ -78,6 +78,14 @@ struct Buffer {
   Counts counts;
 };
 
+// Where a collective stands in the source. A helper called from two branches is two places: the
+// chain of inlined calls around `pc` tells them apart (see em_chains), for pcs that differ.
+struct Place {
+  u64 site;  // (offset of the file's name in the image) << 32 | line << 10 | column
+  u32 pc;
+};
+constexpr u32 kTrail = 24;
+
 enum Wait : u8 { kReady, kSimd, kQuad, kBarrier, kSimdBarrier, kDone };
 
 struct Fiber {
@@ -86,9 +94,9 @@ struct Fiber {
   u32 thread, lane, simdgroup;
   u32 position[3];  // in the threadgroup
   Wait wait;
-  u64 site;         // where it waits: (offset of the file's name in the image) << 32 | line << 10 | column
-  u64 trail;        // hash of the collectives that it passed without waiting (matrix loads, stores)
-  u64 trail_site;   // the last of them
+  Place place;      // where it waits
+  u32 passed;       // collectives passed without waiting (fragment loads, stores) since the last meeting
+  Place trail[kTrail];  // the first of them
   u32 arrivals[2];  // how many simd and quad exchanges it took part in: picks the slot set
 };
 
@@ -122,7 +130,8 @@ extern Buffer buffers[kMaxBuffers];
 extern u32 buffer_count;
 
 // scheduler.cpp
-void wait_here(Wait why, u64 site);
+bool same_place(const Place& a, const Place& b);
+void wait_here(Wait why, const Place& place);
 void run_again();  // after wake() of oneself: let the scheduler choose again
 void wake(Fiber& f);
 [[noreturn]] void stop_run();
@@ -131,14 +140,13 @@ u64 next_random();
 // memory.cpp
 void memory_new_threadgroup();
 Finding& find(Kind kind, const void* pc, u32 detail = 0);
-[[noreturn]] void divergent(u64 site, const Fiber* other, u64 site2, u32 detail);
+[[noreturn]] void divergent(const Place& here, const Fiber* other, const Place& there, u32 detail);
 void check_trails(u32 begin, u32 end);  // at a meeting of lanes: did all pass the same collectives?
 extern "C" char __ehdr_start[] __attribute__((visibility("hidden")));
-inline u64 make_site(const char* file, u32 line_column);
 inline u32 image_offset(const void* pc) { return (u32)((const char*)pc - __ehdr_start); }
 
-inline u64 make_site(const char* file, u32 line_column) {
-  return (u64)image_offset(file) << 32 | line_column;
+inline Place make_place(const char* file, u32 line_column, const void* pc) {
+  return {(u64)image_offset(file) << 32 | line_column, image_offset(pc)};
 }
 
 #define CALLER __builtin_return_address(0)

@@ -91,10 +91,10 @@ static void run_next(void** save) {  // leaves the current stack for the next fi
 
 void run_again() { run_next(&m.current->sp); }
 
-void wait_here(Wait why, u64 site) {
+void wait_here(Wait why, const Place& place) {
   Fiber* self = m.current;
   self->wait = why;
-  self->site = site;
+  self->place = place;
   run_next(&self->sp);
 }
 
@@ -134,40 +134,86 @@ static void start_fiber(Fiber& f) {
   f.sp = top;
 }
 
-void divergent(u64 site, const Fiber* other, u64 site2, u32 detail) {
+// Call chains: the kernel's debug information, as a sorted table that the driver sets.
+struct Chain {
+  u32 begin, end, chain;
+};
+static const Chain* chains;
+static u32 chain_count;
+
+API void em_chains(const Chain* table, u32 count) {
+  chains = table;
+  chain_count = count;
+}
+
+static u32 chain_of(u32 pc) {  // the innermost range that holds the call: the last one that fits
+  u32 found = 0;
+  for (u32 i = 0; i < chain_count && chains[i].begin < pc; ++i)
+    if (pc <= chains[i].end) found = chains[i].chain;
+  return found;
+}
+
+bool same_place(const Place& a, const Place& b) {
+  return a.site == b.site && (a.pc == b.pc || chain_of(a.pc) == chain_of(b.pc));
+}
+
+static Finding& find_divergent(const Place& here, const Fiber* other, const Place& there, u32 detail) {
   Finding& f = find(kDivergent, nullptr, detail);
-  f.site = site;
-  f.site2 = site2;
+  f.site = here.site;
+  f.site2 = there.site;
   f.thread2 = other ? other->thread : ~0u;
+  return f;
+}
+
+void divergent(const Place& here, const Fiber* other, const Place& there, u32 detail) {
+  find_divergent(here, other, there, detail);
   stop_run();
 }
 
-void check_trails(u32 begin, u32 end) {
-  Fiber& first = m.fibers[begin];
-  for (u32 t = begin + 1; t < end; ++t)
-    if (m.fibers[t].trail != first.trail) {
-      m.current = &m.fibers[t];
-      divergent(m.fibers[t].trail_site, &first, first.trail_site, kOtherTrail);
+static bool trails_differ(u32 begin, u32 end) {  // if so, says where first
+  Fiber& a = m.fibers[begin];
+  for (u32 t = begin + 1; t < end; ++t) {
+    Fiber& b = m.fibers[t];
+    u32 most = a.passed > b.passed ? a.passed : b.passed;
+    for (u32 i = 0; i < most && i < kTrail; ++i) {
+      const bool has_a = i < a.passed, has_b = i < b.passed;
+      if (has_a && has_b && same_place(a.trail[i], b.trail[i])) continue;
+      m.current = has_a ? &a : &b;
+      find_divergent(m.current->trail[i], has_a ? &b : &a,
+                     has_a && has_b ? b.trail[i] : Place{}, kOtherTrail);
+      return true;
     }
+    if (a.passed != b.passed) {
+      m.current = &b;
+      find_divergent(Place{}, &a, Place{}, kOtherTrail);
+      return true;
+    }
+  }
+  return false;
+}
+
+void check_trails(u32 begin, u32 end) {
+  if (trails_differ(begin, end)) stop_run();
+  for (u32 t = begin; t < end; ++t) m.fibers[t].passed = 0;
 }
 
 // A barrier waits for every thread of its group; all must come to the same place.
 struct Gathering {
   u32 arrived, first;
-  u64 site;
+  Place place;
 };
 static Gathering group_barrier, simd_barriers[kMaxSimdgroups];
 
-static bool gather(Gathering& g, u32 begin, u32 end, u64 site, Wait why) {  // true for the last one
-  Fiber* self = m.current;
+static bool gather(Gathering& g, u32 begin, u32 end, const Place& here, Wait why) {
+  Fiber* self = m.current;  // returns true for the last one
   if (g.arrived == 0) {
-    g.site = site;
+    g.place = here;
     g.first = self->thread;
-  } else if (g.site != site) {
-    divergent(site, &m.fibers[g.first], g.site, kOtherPlace);
+  } else if (!same_place(g.place, here)) {
+    divergent(here, &m.fibers[g.first], g.place, kOtherPlace);
   }
   if (++g.arrived < end - begin) {
-    wait_here(why, site);
+    wait_here(why, here);
     return false;
   }
   g.arrived = 0;
@@ -178,7 +224,8 @@ static bool gather(Gathering& g, u32 begin, u32 end, u64 site, Wait why) {  // t
 }
 
 HOOK void em_threadgroup_barrier(u32 flags, const char* file, u32 line_column) {
-  if (!gather(group_barrier, 0, m.threads, make_site(file, line_column), kBarrier)) return;
+  const Place here = make_place(file, line_column, CALLER);
+  if (!gather(group_barrier, 0, m.threads, here, kBarrier)) return;
   ++m.stats.barriers;
   if (flags & 1) ++m.clock[kDevice];
   if (flags & 2) ++m.clock[kThreadgroup];
@@ -186,9 +233,10 @@ HOOK void em_threadgroup_barrier(u32 flags, const char* file, u32 line_column) {
 }
 
 HOOK void em_simdgroup_barrier(u32 flags, const char* file, u32 line_column) {
+  const Place here = make_place(file, line_column, CALLER);
   u32 s = m.current->simdgroup, begin = s * kSimdWidth;
   u32 end = begin + kSimdWidth < m.threads ? begin + kSimdWidth : m.threads;
-  if (!gather(simd_barriers[s], begin, end, make_site(file, line_column), kSimdBarrier)) return;
+  if (!gather(simd_barriers[s], begin, end, here, kSimdBarrier)) return;
   ++m.stats.simd_barriers;
   if (flags & 1) ++m.simd_clock[kDevice][s];
   if (flags & 2) ++m.simd_clock[kThreadgroup][s];
@@ -225,7 +273,7 @@ static void new_threadgroup(u32 linear) {
     f.position[0] = t % m.size[0];
     f.position[1] = t / m.size[0] % m.size[1];
     f.position[2] = t / m.size[0] / m.size[1];
-    f.trail = f.trail_site = 0;
+    f.passed = 0;
     f.arrivals[0] = f.arrivals[1] = 0;
     start_fiber(f);
     wake(f);
@@ -241,13 +289,12 @@ static void report_stuck() {  // nobody can run, not everybody is done: who wait
   for (u32 t = 0; t < m.threads && !other; ++t) {
     Fiber& f = m.fibers[t];
     if (waiting->wait != kBarrier && f.simdgroup != waiting->simdgroup) continue;
-    if (f.wait != waiting->wait || f.site != waiting->site) other = &f;
+    if (f.wait != waiting->wait || !same_place(f.place, waiting->place)) other = &f;
   }
   m.current = waiting;
-  Finding& f = find(kDivergent, nullptr, other && other->wait == kDone ? kLeft : kStuck);
-  f.site = waiting->site;
-  f.site2 = other && other->wait != kDone ? other->site : 0;
-  f.thread2 = other ? other->thread : ~0u;
+  const bool left = other && other->wait == kDone;
+  find_divergent(waiting->place, other, other && !left ? other->place : Place{},
+                 left ? kLeft : kStuck);
   m.stopped = true;
 }
 
@@ -280,16 +327,8 @@ API int em_launch(void (*entry)(), const u64* args, const u32* grid,
     new_threadgroup(sequence[i]);
     run_next(&m.scheduler_sp);
     if (!m.stopped && m.live) report_stuck();
-    for (u32 t = 0; t < m.threads && !m.stopped; ++t) {
-      Fiber &f = m.fibers[t], &first = m.fibers[t / kSimdWidth * kSimdWidth];
-      if (f.trail == first.trail) continue;
-      m.current = &f;
-      Finding& found = find(kDivergent, nullptr, kOtherTrail);
-      found.site = f.trail_site;
-      found.site2 = first.trail_site;
-      found.thread2 = first.thread;
-      m.stopped = true;
-    }
+    for (u32 t = 0; t < m.threads && !m.stopped; t += kSimdWidth)
+      m.stopped = trails_differ(t, t + kSimdWidth < m.threads ? t + kSimdWidth : m.threads);
   }
   free(sequence);
   return m.stopped;

@@ -7,7 +7,7 @@
 
 struct Meeting {
   u32 arrived, first, what;
-  u64 site;
+  Place place;
   u64 in[2][kSimdWidth][3];
   u64 out[2][kSimdWidth][2];
 };
@@ -20,7 +20,7 @@ void simd_new_threadgroup() {
 }
 
 template <typename F>
-static u64* meet(Wait why, u32 what, u64 site, u64 a, u64 b, u64 c, F compute) {
+static u64* meet(Wait why, u32 what, const Place& here, u64 a, u64 b, u64 c, F compute) {
   Fiber* self = m.current;
   const bool quad = why == kQuad;
   const u32 width = quad ? 4 : kSimdWidth;
@@ -30,9 +30,9 @@ static u64* meet(Wait why, u32 what, u64 site, u64 a, u64 b, u64 c, F compute) {
   if (x.arrived == 0) {
     x.first = self->thread;
     x.what = what;
-    x.site = site;
-  } else if (x.what != what || x.site != site) {
-    divergent(site, &m.fibers[x.first], x.site, kOtherPlace);
+    x.place = here;
+  } else if (x.what != what || !same_place(x.place, here)) {
+    divergent(here, &m.fibers[x.first], x.place, kOtherPlace);
   }
   const u32 lane = self->thread - begin;
   const u32 set = self->arrivals[quad]++ & 1;
@@ -40,7 +40,7 @@ static u64* meet(Wait why, u32 what, u64 site, u64 a, u64 b, u64 c, F compute) {
   x.in[set][lane][1] = b;
   x.in[set][lane][2] = c;
   if (++x.arrived < lanes) {
-    wait_here(why, site);
+    wait_here(why, here);
   } else {
     x.arrived = 0;
     if (!quad) check_trails(begin, begin + lanes);
@@ -55,7 +55,7 @@ static u64* meet(Wait why, u32 what, u64 site, u64 a, u64 b, u64 c, F compute) {
 // Shuffles: b is the lane to read from.
 HOOK u64 em_shuffle(u32 quad, u64 value, u32 from, const char* file, u32 line_column) {
   const void* pc = CALLER;
-  return *meet(quad ? kQuad : kSimd, 1, make_site(file, line_column), value, from, 0,
+  return *meet(quad ? kQuad : kSimd, 1, make_place(file, line_column, pc), value, from, 0,
                [=](u64(*in)[3], u64(*out)[2], u32 lanes) {
                  for (u32 i = 0; i < lanes; ++i) {
                    u64 source = in[i][1];
@@ -70,7 +70,7 @@ HOOK u64 em_shuffle(u32 quad, u64 value, u32 from, const char* file, u32 line_co
 }
 
 HOOK u64 em_ballot(u32 quad, u32 yes, const char* file, u32 line_column) {
-  return *meet(quad ? kQuad : kSimd, 2, make_site(file, line_column), yes, 0, 0,
+  return *meet(quad ? kQuad : kSimd, 2, make_place(file, line_column, CALLER), yes, 0, 0,
                [](u64(*in)[3], u64(*out)[2], u32 lanes) {
                  u64 mask = 0;
                  for (u32 i = 0; i < lanes; ++i) mask |= (u64)(in[i][0] & 1) << i;
@@ -100,10 +100,10 @@ static T apply(u32 op, T a, T b) {
 }
 
 template <typename T, typename Bits>
-static T reduce(u32 quad, T value, u32 op, u32 prefix, u64 site) {
+static T reduce(u32 quad, T value, u32 op, u32 prefix, const Place& here) {
   u64 word = __builtin_bit_cast(Bits, value);
   u64* result = meet(
-      quad ? kQuad : kSimd, 16 + op * 4 + prefix, site, word, 0, 0,
+      quad ? kQuad : kSimd, 16 + op * 4 + prefix, here, word, 0, 0,
       [=](u64(*in)[3], u64(*out)[2], u32 lanes) {
         T v[kSimdWidth];
         for (u32 i = 0; i < lanes; ++i) v[i] = __builtin_bit_cast(T, (Bits)in[i][0]);
@@ -127,13 +127,13 @@ static T reduce(u32 quad, T value, u32 op, u32 prefix, u64 site) {
 }
 
 HOOK float em_reduce_float(u32 quad, float x, u32 op, u32 prefix, const char* file, u32 lc) {
-  return reduce<float, u32>(quad, x, op, prefix, make_site(file, lc));
+  return reduce<float, u32>(quad, x, op, prefix, make_place(file, lc, CALLER));
 }
 HOOK int64_t em_reduce_long(u32 quad, int64_t x, u32 op, u32 prefix, const char* file, u32 lc) {
-  return reduce<int64_t, u64>(quad, x, op, prefix, make_site(file, lc));
+  return reduce<int64_t, u64>(quad, x, op, prefix, make_place(file, lc, CALLER));
 }
 HOOK u64 em_reduce_ulong(u32 quad, u64 x, u32 op, u32 prefix, const char* file, u32 lc) {
-  return reduce<u64, u64>(quad, x, op, prefix, make_site(file, lc));
+  return reduce<u64, u64>(quad, x, op, prefix, make_place(file, lc, CALLER));
 }
 
 // D = A B + C for 8x8 fragments. Lane l holds two neighbours of a row:
@@ -149,9 +149,9 @@ struct Pair {
 };
 
 HOOK u64 em_multiply(u64 a, u64 b, u64 c, const char* file, u32 line_column) {
-  const u64 site = make_site(file, line_column);
-  return *meet(kSimd, 3, site, a, b, c, [=](u64(*in)[3], u64(*out)[2], u32 lanes) {
-    if (lanes < kSimdWidth) divergent(site, nullptr, 0, kPartial);
+  const Place here = make_place(file, line_column, CALLER);
+  return *meet(kSimd, 3, here, a, b, c, [=](u64(*in)[3], u64(*out)[2], u32 lanes) {
+    if (lanes < kSimdWidth) divergent(here, nullptr, Place{}, kPartial);
     float A[8][8], B[8][8], C[8][8];
     for (u32 l = 0; l < kSimdWidth; ++l) {
       u32 r, k;
@@ -178,7 +178,7 @@ HOOK u64 em_multiply(u64 a, u64 b, u64 c, const char* file, u32 line_column) {
 // collectives all the same, so each lane keeps a trail of them, compared at the next meeting.
 HOOK void em_pass(u32 what, const char* file, u32 line_column) {
   Fiber* self = m.current;
-  self->trail_site = make_site(file, line_column);
-  self->trail = (self->trail ^ self->trail_site ^ what) * 0x9E3779B97F4A7C15ull;
+  if (self->passed < kTrail) self->trail[self->passed] = make_place(file, line_column, CALLER);
+  ++self->passed;
   if (self->lane == 0) ++(what == 0 ? m.stats.fragment_loads : m.stats.fragment_stores);
 }
