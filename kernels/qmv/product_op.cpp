@@ -41,7 +41,6 @@ class Product : public CpuPrimitive {
   const char* name() const override { return name_; }
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
-    auto& encoder = mx::cpu::get_command_encoder(stream());
     size_t next = 2;
     auto take = [&](bool there) { return there ? dense(in[next++], stream()) : nullptr; };
     Matrix w = w_;
@@ -70,7 +69,7 @@ class Product : public CpuPrimitive {
     d.digits = static_cast<int8_t*>(scratch(rows * d.count * d.k, stream()));
     d.meta = static_cast<float*>(scratch(rows * 2 * (d.k / d.group) * sizeof(float), stream()));
     if (d.m == 0) return;
-    encoder.dispatch([run, w, p, d, e] { compute(*run, w, p, d, e); });
+    enqueue(stream(), [run, w, p, d, e] { compute(*run, w, p, d, e); });
   }
 
  private:
