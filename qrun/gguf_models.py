@@ -6,16 +6,17 @@ What cannot be carried over is refused by name, so that no file converts into a 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from qrun import gguf_config
 from qrun.errors import CheckpointError
 from qrun.gguf import GGUF, open_gguf
-from qrun.gguf_rope import rope_config
 from qrun.gguf_tokenizer import tokenizer_files
 from qrun.source import Source, SourceTensor, sixteen_bit_type
 
@@ -29,6 +30,19 @@ _ATTENTION = {
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _PLAIN = _ATTENTION | _MLP | {"ffn_norm": "post_attention_layernorm"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_FUSED = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -36,43 +50,58 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 class Architecture:
     model_type: str
     class_name: str
+    extras: Callable[[GGUF, gguf_config.Numbers, dict[str, Any]], dict[str, Any]]
     blocks: dict[str, str]  # GGUF's name within a block -> the module's
     interleaved: bool = False  # q and k rows lie pair by pair, not half by half
     folded_norms: bool = False  # norms hold 1 + w
+    partial_rotary: bool = False
     biases: tuple[str, ...] = ()  # modules that must have a bias
     optional_biases: tuple[str, ...] = ()
-    activation: str = "silu"
-    extra: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 ARCHITECTURES = {
     "llama": Architecture(
         "llama",
         "LlamaForCausalLM",
+        gguf_config.llama,
         _PLAIN,
         interleaved=True,
         optional_biases=("attn_q", "attn_k", "attn_v", "attn_output", *_MLP),
     ),
+    "qwen2": Architecture(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        gguf_config.qwen2,
+        _PLAIN,
+        biases=("attn_q", "attn_k", "attn_v"),
+    ),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", gguf_config.qwen3, _PLAIN | _HEAD_NORMS),
+    "gemma3": Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        gguf_config.gemma3,
+        _ATTENTION | _MLP | _HEAD_NORMS | _FOUR_NORMS,
+        folded_norms=True,
+    ),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", gguf_config.phi3, _FUSED, partial_rotary=True),
 }
 
 
 def read_gguf(path: Path) -> Source:
-    gguf = open_gguf(path)
-    return _Reader(gguf).source()
+    return _Reader(open_gguf(path)).source()
 
 
 class _Reader:
     def __init__(self, gguf: GGUF) -> None:
-        self.gguf = gguf
-        self.path = gguf.path
+        self.gguf, self.path = gguf, gguf.path
         name = gguf.metadata.get("general.architecture")
         if not isinstance(name, str) or name not in ARCHITECTURES:
             raise CheckpointError(
                 f"{self.path}: unknown architecture {name!r}",
                 hint=f"qrun converts GGUF files of: {', '.join(ARCHITECTURES)}",
             )
-        self.prefix: str = name
         self.arch = ARCHITECTURES[name]
+        self.numbers = gguf_config.Numbers(gguf, name)
         if gguf.metadata.get("split.count", 0) not in (0, 1):
             raise CheckpointError(
                 f"{self.path}: one part of a split GGUF",
@@ -80,94 +109,22 @@ class _Reader:
             )
 
     def source(self) -> Source:
-        config = self.config()
-        names = self.names(config)
-        self.check_complete(names)
-        self.check_shapes(names, config)
-        tensors = [self.tensor(old, new, config) for old, new in names.items()]
-        texts, special_ids = tokenizer_files(
-            self.path, self.gguf.metadata, config["max_position_embeddings"]
-        )
-        config |= special_ids
-        dtype = sixteen_bit_type(self.arch.model_type, None, tensors)
-        return Source("gguf", self.path, config, tensors, dtype, texts=texts)
-
-    # ---- config.json
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number of this architecture; one a layer is fine where all are equal."""
-        value = self.gguf.metadata.get(f"{self.prefix}.{key}", default)
-        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()
-        if value is None:
-            raise CheckpointError(f"{self.path}: metadata {self.prefix}.{key} is missing")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise CheckpointError(
-                f"{self.path}: metadata {self.prefix}.{key} is not one number for all layers"
-            )
-        # a float32 such as 9.999999747378752e-06 is written as the 1e-05 that it came from
-        return float(str(np.float32(value)))
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.gguf.metadata.get(f"{self.prefix}.{key}", default)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value  # number() would round it to float32
-        number = self.number(key, default)
-        if number < 0 or number != int(number):
-            raise CheckpointError(f"{self.path}: metadata {self.prefix}.{key} is {number}")
-        return int(number)
-
-    def config(self) -> dict[str, Any]:
-        if self.count("expert_count", 0):
-            raise CheckpointError(f"{self.path}: a mixture of experts, which is not converted")
-        hidden = self.count("embedding_length")
-        heads = self.count("attention.head_count")
-        kv_heads = self.count("attention.head_count_kv", heads)
-        layers = self.count("block_count")
-        head_dim = self.count("attention.key_length", hidden // max(heads, 1))
-        if (
-            min(hidden, heads, kv_heads, layers, head_dim) < 1
-            or heads % kv_heads
-            or head_dim % 2
-            or layers > len(self.gguf.tensors)
-        ):
-            raise CheckpointError(
-                f"{self.path}: no model has {layers} layers, {heads} heads of {head_dim} on "
-                f"{kv_heads}, and {len(self.gguf.tensors)} tensors"
-            )
-        if self.count("attention.value_length", head_dim) != head_dim:
-            raise CheckpointError(f"{self.path}: keys and values of different lengths")
-        arch, tensors = self.arch, self.gguf.tensors
+        gguf, arch = self.gguf, self.arch
         config: dict[str, Any] = {
             "architectures": [arch.class_name],
             "model_type": arch.model_type,
-            "hidden_size": hidden,
-            "intermediate_size": self.count("feed_forward_length"),
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "hidden_act": arch.activation,
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
-            "max_position_embeddings": self.count("context_length"),
-            "vocab_size": self.embedding_rows(),
-            "tie_word_embeddings": "output.weight" not in tensors,
         }
-        if arch.optional_biases:
-            config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-            config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
-        return (
-            config
-            | arch.extra
-            | rope_config(self.gguf, self.prefix, head_dim, self.number, self.count)
-        )
-
-    def embedding_rows(self) -> int:
-        if "token_embd.weight" not in self.gguf.tensors:
-            raise CheckpointError(f"{self.path}: tensor token_embd.weight is missing")
-        return self.gguf.tensors["token_embd.weight"].shape[0]
-
-    # ---- tensors
+        config |= gguf_config.sizes(gguf, self.numbers)
+        config |= arch.extras(gguf, self.numbers, config)
+        config |= gguf_config.rope(gguf, self.numbers, config, partial=arch.partial_rotary)
+        names = self.names(config)
+        self.check_complete(names, config["num_hidden_layers"])
+        self.check_shapes(names, config)
+        tensors = [self.tensor(old, new, config) for old, new in names.items()]
+        context = config["max_position_embeddings"]
+        texts, special_ids = tokenizer_files(self.path, gguf.metadata, context)
+        dtype = sixteen_bit_type(arch.model_type, None, tensors)
+        return Source("gguf", self.path, config | special_ids, tensors, dtype, texts=texts)
 
     def names(self, config: dict[str, Any]) -> dict[str, str]:
         """GGUF name -> final name of every tensor in the file that is one of the model's."""
@@ -176,7 +133,7 @@ class _Reader:
         names: dict[str, str] = {}
         for name in self.gguf.tensors:
             if name in _ROPE_TENSORS:
-                continue  # read by rope_config
+                continue  # read by gguf_config.rope
             stem, _, leaf = name.rpartition(".")
             block = re.fullmatch(r"blk\.(\d+)\.(.+)", stem)
             new = None
@@ -193,8 +150,7 @@ class _Reader:
             names[name] = f"{new}.{leaf}"
         return names
 
-    def check_complete(self, names: dict[str, str]) -> None:
-        layers = self.count("block_count")
+    def check_complete(self, names: dict[str, str], layers: int) -> None:
         first = {n.split(".", 2)[2] for n in names if n.startswith("blk.0.")}
         wanted = {f"{inner}.weight" for inner in self.arch.blocks}
         wanted |= {f"{inner}.bias" for inner in self.arch.biases}

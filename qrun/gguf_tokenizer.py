@@ -1,8 +1,7 @@
 """tokenizer.json and its companions from a GGUF's tokenizer metadata.
 
-A GGUF names a pre-tokenizer (`tokenizer.ggml.pre`) instead of carrying its rule; the rules here are
-those of the original tokenizer.json files. An unknown name is refused: the wrong rule would give
-other ids for the same text, and quietly worse answers.
+Two families: "gpt2" is byte-level BPE with a list of merges, "llama" is SentencePiece's BPE, whose
+merges follow from the scores, with byte tokens for what is not in the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,91 +14,12 @@ from typing import Any
 import tokenizers
 
 from qrun.errors import CheckpointError
+from qrun.gguf_pretokenizers import ADDS_BOS, NFC, PRE_TOKENIZERS, WHOLE_WORDS, byte_level
 
 Json = dict[str, Any]
 
-_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_WORDS_DIGITS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-
-
-def _split(pattern: str) -> Json:
-    return {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-
-
-def _byte_level(words: bool) -> Json:
-    """Bytes as visible characters; with `words`, after GPT-2's split into words."""
-    return {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": words,
-    }
-
-
-def _cased(contractions: str, digits: str, slash: str) -> Json:
-    """Words that begin anew at a capital after small letters, as in o200k and Tekken."""
-    return _split(
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{contractions}"
-        rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{contractions}"
-        rf"|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{slash}]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-
-
-_DIGITS: Json = {"type": "Digits", "individual_digits": True}
-_GPT2 = [_byte_level(True)]
-_SMOLLM = [_DIGITS, _byte_level(True)]
-_LLAMA3 = [_split(_WORDS_DIGITS % "{1,3}"), _byte_level(False)]
-_QWEN2 = [_split(_WORDS_DIGITS % ""), _byte_level(False)]
-_O200K = [_cased("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "{1,3}", "/"), _byte_level(False)]
-_TEKKEN = [_cased("", "", "/"), _byte_level(False)]
-# What llama.cpp does with files too old to name their rule
-_DEFAULT = [
-    _split(r"[\p{P}\$\+<=>\^~\|]+"),
-    _split(_WORDS),
-    _split(r"\p{N}+"),
-    _split(r"[0-9][0-9][0-9]"),
-    _byte_level(False),
-]
-PRE_TOKENIZERS: dict[str, list[Json]] = {
-    "default": _DEFAULT,
-    "gpt-2": _GPT2,
-    "gpt2": _GPT2,
-    "phi-2": _GPT2,
-    "mpt": _GPT2,
-    "olmo": _GPT2,
-    "smollm": _SMOLLM,
-    "starcoder": _SMOLLM,
-    "refact": _SMOLLM,
-    "command-r": _SMOLLM,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "dbrx": _LLAMA3,
-    "smaug-bpe": _LLAMA3,
-    "qwen2": _QWEN2,
-    "stablelm2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "gpt-4o": _O200K,
-    "llama4": _O200K,
-    "tekken": _TEKKEN,
-}
-# A word that is a token as a whole is taken before any merge, and a BOS belongs in front
-_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
-_ADDS_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
-_NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
-
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_SPACE = "▁"
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 # Tokens that end an assistant's turn, where the file's template writes them
 _END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "</s>")
 
@@ -113,10 +33,13 @@ class _Tokenizer:
     def __init__(self, path: Path, metadata: Json) -> None:
         self.path, self.metadata = path, metadata
         model = self.get("model", str)
-        if model != "gpt2":
+        if model not in ("gpt2", "llama"):
             raise CheckpointError(f"{path}: unknown tokenizer model {model!r}")
-        self.tokens: list[str] = self.strings("tokens")
+        self.pieces = model == "llama"  # SentencePiece's
+        self.tokens = self.strings("tokens")
         types = self.get("token_type", list, [1] * len(self.tokens))
+        if self.pieces:  # files keep the spaces of user-defined tokens as spaces
+            self.tokens = [t.replace(" ", _SPACE) for t in self.tokens]
         if len(types) != len(self.tokens):
             raise CheckpointError(
                 f"{path}: {len(self.tokens)} tokens, but {len(types)} token types"
@@ -132,6 +55,8 @@ class _Tokenizer:
             twice = next(t for t in self.tokens if t in seen or seen.add(t))
             raise CheckpointError(f"{path}: token {twice!r} occurs twice")
         self.pre = self.get("pre", str, "default")
+        self.adds_bos = self.get("add_bos_token", bool, self.pieces or self.pre in ADDS_BOS)
+        self.adds_prefix = self.get("add_space_prefix", bool, True)  # of pieces only
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         value = self.metadata.get(f"tokenizer.ggml.{key}", default)
@@ -189,11 +114,41 @@ class _Tokenizer:
             "truncation": None,
             "padding": None,
             "added_tokens": self.added_tokens(),
-            "normalizer": {"type": "NFC"} if self.pre in _NFC else None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": self.pre_tokenizers()},
             "post_processor": self.post_processor(bos),
-            "decoder": _byte_level(True),
-            "model": self.byte_level_model(),
+            **(self.pieces_family() if self.pieces else self.byte_level_family()),
+        }
+
+    def byte_level_family(self) -> Json:
+        return {
+            "normalizer": {"type": "NFC"} if self.pre in NFC else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": self.pre_tokenizers()},
+            "decoder": byte_level(True),
+            "model": self.bpe(self.listed_merges(), ignore_merges=self.pre in WHOLE_WORDS),
+        }
+
+    def pieces_family(self) -> Json:
+        """Spaces become visible; some models also put one in front, and drop it when decoding."""
+        spaces: Json = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+        decoders: list[Json] = [
+            {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ]
+        if self.adds_prefix:
+            prefix: Json = {"type": "Prepend", "prepend": _SPACE}
+            spaces = {"type": "Sequence", "normalizers": [prefix, spaces]}
+            decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        unknown = self.special("unknown")
+        return {
+            "normalizer": spaces,
+            "pre_tokenizer": None,
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": self.bpe(
+                self.scored_merges(),
+                unk_token=None if unknown is None else self.tokens[unknown],
+                fuse_unk=True,
+                byte_fallback=True,
+            ),
         }
 
     def pre_tokenizers(self) -> list[Json]:
@@ -204,15 +159,8 @@ class _Tokenizer:
             )
         return PRE_TOKENIZERS[self.pre]
 
-    def byte_level_model(self) -> Json:
-        merges: list[list[str]] = []
-        for merge in self.strings("merges"):
-            left, space, right = merge[:1] + merge[1:].partition(" ")[0], " ", ""
-            right = merge[len(left) + 1 :]
-            if not (left and space and right):
-                raise CheckpointError(f"{self.path}: malformed merge {merge!r}")
-            merges.append([left, right])
-        return {
+    def bpe(self, merges: list[tuple[str, str]], **options: Any) -> Json:
+        model: Json = {
             "type": "BPE",
             "dropout": None,
             "unk_token": None,
@@ -220,10 +168,39 @@ class _Tokenizer:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": self.pre in _WHOLE_WORDS,
-            "vocab": self.vocab,
-            "merges": merges,
+            "ignore_merges": False,
         }
+        return model | options | {"vocab": self.vocab, "merges": merges}
+
+    def listed_merges(self) -> list[tuple[str, str]]:
+        merges: list[tuple[str, str]] = []
+        for merge in self.strings("merges"):
+            at = merge.find(" ", 1)  # a part may begin with a space, but not end with one
+            if not 0 < at < len(merge) - 1:
+                raise CheckpointError(f"{self.path}: malformed merge {merge!r}")
+            merges.append((merge[:at], merge[at + 1 :]))
+        return merges
+
+    def scored_merges(self) -> list[tuple[str, str]]:
+        """Every way to make a piece out of two others, the best pieces first.
+
+        SentencePiece joins the two neighbours whose piece scores best, which a list of merges in
+        this order does too. User-defined pieces go before all others: it never cuts them.
+        """
+        scores = self.get("scores", list)
+        if len(scores) != len(self.tokens):
+            raise CheckpointError(f"{self.path}: {len(self.tokens)} tokens, {len(scores)} scores")
+        found: list[tuple[bool, float, int, str, str]] = []
+        vocab = self.vocab
+        for token, kind, score in zip(self.tokens, self.types, scores, strict=True):
+            if kind not in (_NORMAL, _USER_DEFINED):
+                continue
+            for i in range(1, len(token)):
+                left, right = token[:i], token[i:]
+                if left in vocab and right in vocab:
+                    found.append((kind == _USER_DEFINED, score, i, left, right))
+        found.sort(key=lambda m: (m[0], 0.0 if m[0] else m[1], m[2], len(m[4])), reverse=True)
+        return [(left, right) for _, _, _, left, right in found]
 
     def added_tokens(self) -> list[Json]:
         return [
@@ -232,7 +209,7 @@ class _Tokenizer:
                 "content": token,
                 "single_word": False,
                 "lstrip": False,
-                "rstrip": False,
+                "rstrip": self.eats_space(token),
                 "normalized": False,
                 "special": self.types[i] == _CONTROL,
             }
@@ -240,10 +217,15 @@ class _Tokenizer:
             if self.types[i] in (_CONTROL, _USER_DEFINED) and token
         ]
 
+    def eats_space(self, token: str) -> bool:
+        """Phi-3's SentencePiece tokens swallow the space behind them; the files do not say so."""
+        phi3 = self.pieces and self.metadata.get("general.architecture") == "phi3"
+        return phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
+
     def post_processor(self, bos: int | None) -> Json:
         """In front of a text, and of each text of a pair, the BOS if the file asks for one."""
-        if not self.get("add_bos_token", bool, self.pre in _ADDS_BOS) or bos is None:
-            return _byte_level(True)
+        if not self.adds_bos or bos is None:
+            return byte_level(True)
         token = self.tokens[bos]
         special, a, b = (
             {"SpecialToken": {"id": token, "type_id": 0}},
@@ -264,7 +246,7 @@ class _Tokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": context,
             "clean_up_tokenization_spaces": False,
-            "add_bos_token": self.get("add_bos_token", bool, self.pre in _ADDS_BOS),
+            "add_bos_token": self.adds_bos,
         }
         for key, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
             found = self.special(key)

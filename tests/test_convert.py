@@ -19,8 +19,8 @@ import qrun.safetensors_writer
 from qrun.convert import convert
 from qrun.errors import CheckpointError, QrunError, UsageError
 from qrun.gguf import open_gguf
+from qrun.gguf_config import llama3_factors
 from qrun.gguf_models import half_split_order
-from qrun.gguf_rope import llama3_factors
 from tests.gguf_writer import random_blocks, reference, tiny_llama, write_gguf
 
 

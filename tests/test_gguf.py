@@ -14,8 +14,9 @@ import tokenizers
 from qrun import gguf_blocks
 from qrun.errors import CheckpointError
 from qrun.gguf import open_gguf
-from qrun.gguf_rope import llama3_factors
-from qrun.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_files
+from qrun.gguf_config import llama3_factors
+from qrun.gguf_pretokenizers import PRE_TOKENIZERS
+from qrun.gguf_tokenizer import tokenizer_files
 from tests.gguf_writer import random_blocks, reference, tiny_llama, tiny_tokenizer, write_gguf
 
 SHORT_TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
