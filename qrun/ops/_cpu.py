@@ -10,16 +10,30 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from qrun import _ext
-from qrun.ops._launch import Norm
+from qrun.ops._launch import Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
+from qrun.ops.sample import on_host
 
 NAME = "cpu"
-COMPILES = True
 QMV_ROWS = 8
 
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
 argmax = _ext.argmax
+sample = on_host
+
+
+def traced(step: Step) -> Step:
+    """The graph of the first call, as one primitive (kernels/common/program.cpp)."""
+    program: _ext.Program | None = None
+
+    def run(inputs: list[mx.array]) -> list[mx.array]:
+        nonlocal program
+        if program is None:
+            program = _ext.Program(inputs, step(inputs))
+        return program(inputs)
+
+    return run
 
 
 def pack(m: QuantizedMatrix) -> mx.array | None:

@@ -23,15 +23,18 @@ Norm = tuple[
 ]  # RMS-norm weight (K,) and epsilon, applied to x in front of a product
 
 
+Step = Callable[[list[mx.array]], list[mx.array]]
+
+
 class Backend(Protocol):
     """What a backend provides. See the op files for shapes and meaning."""
 
     NAME: str
-    # Whether a decode step may be traced once and replayed (no op in it that MLX would JIT).
-    COMPILES: bool
     # Products of more rows than this are qmm's.
     QMV_ROWS: int
 
+    # A function of arrays that always have the same shapes, traced once and replayed.
+    traced: Callable[[Step], Step]
     pack: Callable[[QuantizedMatrix], mx.array | None]
     qmv: Callable[..., mx.array]
     qmm: Callable[..., mx.array]
@@ -41,6 +44,7 @@ class Backend(Protocol):
     embedding: Callable[..., mx.array]
     swiglu: Callable[[mx.array], mx.array]
     argmax: Callable[[mx.array], mx.array]
+    sample: Callable[..., mx.array]
 
 
 def backend() -> Backend:

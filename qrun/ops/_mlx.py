@@ -10,12 +10,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun.ops._launch import Norm
+from qrun.ops._launch import Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
+from qrun.ops.sample import on_device
 
 NAME = "mlx"
-COMPILES = False
 QMV_ROWS = 8
+
+sample = on_device
+
+
+def traced(step: Step) -> Step:
+    return step  # mx.compile would need a C++ compiler at run time on a CPU
 
 
 def pack(m: QuantizedMatrix) -> mx.array | None:
