@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from qrun.ops import _metal
 from qrun.ops._metal_geometry import LADDER, Tile
 from qrun.ops._metal_product import Behind, qmm_call
+from qrun.paths import KERNELS
 from tests.ops import metal_support as support
 from tests.ops.metal_support import DTYPES, SEEDS, run, shuffled
 
@@ -150,3 +153,28 @@ def test_traffic(rung: str) -> None:
     assert read_x.read_bytes <= -(-130 // tile.bn) * read_x.bytes
     assert min(w.reads) >= 4
     assert min(read_x.reads) >= 16
+
+
+def test_ladder() -> None:
+    """The README's table says what the emulator counts, for every rung and for 8x8."""
+    m = support.matrix(256, 256)
+    x = support.normal(np.random.default_rng(0), (128, 256), mx.float16)
+    text = (KERNELS / "qmm" / "README.md").read_text()
+    for rung, tile in (LADDER | {"8x8": Tile(128, 128, 32, 2, 2, 1)}).items():
+        counters = run(qmm_call(x, m, Behind(), tile)).counters
+        arrays = [counters.buffers[name] for name in ("x", "w", "scales", "biases", "y")]
+        moved = sum(a.read_bytes + a.written_bytes for a in arrays)
+        tm, tn = tile.grid
+        assert counters.threadgroup_bytes == tile.threadgroup_bytes(2)
+        assert counters.multiplies == 128 * 256 * 256 // 512
+        row = [
+            rung,
+            f"{tile.bm}x{tile.bn}x{tile.bk}, {tile.wm}x{tile.wn}",
+            f"{2 * tm * tn}",
+            r"[^|]*",  # registers: another compiler's
+            f"{counters.threadgroup_bytes}",
+            f"{counters.buffers['tiles'].read_bytes // counters.multiplies}",
+            f"{moved / (128 * 256):.2f}",
+            f"{counters.barriers}",
+        ]
+        assert re.search(r"^\| " + r" \| ".join(row) + r" \|$", text, re.M), row
