@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -113,7 +114,7 @@ def owner() -> str:
         header(file) for file in ("qmv/qmv.metal", "qmv/qmv_wide.metal", "qmm/qmm.metal")
     )
     name = mx.device_info()["device_name"]
-    return f"{name}, mlx {mx.__version__}, kernels {zlib.crc32(texts.encode()):08x}"
+    return f"{name}, mlx {version('mlx')}, kernels {zlib.crc32(texts.encode()):08x}"
 
 
 @dataclass

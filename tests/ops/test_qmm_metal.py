@@ -46,12 +46,18 @@ def test_decode_dtypes(dtype: mx.Dtype, scales: mx.Dtype) -> None:
     np.testing.assert_array_equal(support.numbers(y), support.round_to(m.values.T, dtype))
 
 
-@pytest.mark.parametrize("rung", LADDER)
-@pytest.mark.parametrize("dtype", DTYPES)
+# The float32 tiles of the last rung are past 32 KiB twice: not in the geometry table either.
+RUNGS = [
+    (dtype, rung)
+    for dtype in DTYPES
+    for rung, tile in LADDER.items()
+    if tile.threadgroup_bytes(dtype.size) <= 32768
+]
+
+
+@pytest.mark.parametrize(("dtype", "rung"), RUNGS)
 def test_accumulation(dtype: mx.Dtype, rung: str) -> None:
     tile = LADDER[rung]
-    if tile.threadgroup_bytes(dtype.size) > 32768:
-        pytest.skip("float32 tiles twice are past 32 KiB: not in the table either")
     m = support.matrix(70, 576)
     x = support.normal(np.random.default_rng(1), (67, 576), dtype)
     reference = support.numbers(x) @ m.values.T
