@@ -226,6 +226,7 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
     ensure_row_contiguous: bool = True
     atomic_outputs: bool = False
     compile_options: Any = None
+    in_place: tuple[str, ...] = ()  # inputs that the kernel may write; their arrays are updated
     order: str | None = None  # the rest is the emulator's own: see Settings
     seed: int | None = None
     check: bool | None = None
@@ -273,6 +274,9 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
             for i, d in enumerate(dtypes):
                 results[i] = _filled(results[i].shape, d, init_value)
         self._run(compiled, params, bits, results, grid, threadgroup, init_value is not None)
+        for name, x, (held, dtype) in zip(self.input_names, inputs, bits, strict=True):
+            if name in self.in_place:
+                x[...] = arrays.from_bits(held, dtype, arrays.is_mlx(x))
         as_mlx = any(arrays.is_mlx(x) for x in inputs) or any(map(arrays.is_mlx, output_dtypes))
         values = [arrays.from_bits(r, d, as_mlx) for r, d in zip(results, dtypes, strict=True)]
         assert self.last is not None
@@ -302,7 +306,8 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
             if p.source == "input":
                 array = next(inputs)[0]
                 data = np.ascontiguousarray(array) if self.ensure_row_contiguous else array
-                memory.append((_span(data), 0, True))
+                flags = WRITABLE | INITIALISED if p.name in self.in_place else 0
+                memory.append((_span(data), flags, True))
             elif p.source == "output":
                 flags = WRITABLE | (INITIALISED if initialised else 0)
                 memory.append((next(outputs), flags, initialised))
