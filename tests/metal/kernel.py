@@ -22,6 +22,7 @@ from tests.metal import arrays, clang, inlining, rewrite
 from tests.metal import signature as sig
 from tests.metal.lines import LineTable
 from tests.metal.lint import lint
+from tests.metal.registers import Registers, measure
 from tests.metal.report import Finding, MetalError, RawFinding, explain
 
 WRITABLE, INITIALISED = 1, 2
@@ -202,10 +203,11 @@ def lint_source(header: str, body: str) -> None:
         raise clang.CompileError("the lint refuses:\n" + "\n".join(found))
 
 
-@functools.lru_cache(maxsize=256)
-def compile_source(
-    header: str, signature: str, body: str, entry: str, constants: tuple[tuple[int, Any], ...] = ()
-) -> Compiled:
+def whole_text(
+    parts: tuple[str, str, str, str], constants: tuple[tuple[int, Any], ...] = ()
+) -> tuple[str, list[str]]:
+    """(header, signature, body, entry) -> (what clang compiles, names of threadgroup arrays)."""
+    header, signature, body, entry = parts
     rewriter = rewrite.Rewriter(constants=dict(constants))
     header = rewriter(header)
     body = rewriter(body)
@@ -213,7 +215,15 @@ def compile_source(
         f'#line 1 "prelude"\n{sig.PRELUDE}\n#line 1 "header"\n{header}\n'
         f'#line 1 "signature"\n{signature}\n#line 1 "body"\n{body}\n}}\n#line 1 "entry"\n{entry}'
     )
-    return Compiled(clang.build(text), rewriter.arrays)
+    return text, rewriter.arrays
+
+
+@functools.lru_cache(maxsize=256)
+def compile_parts(
+    parts: tuple[str, str, str, str], constants: tuple[tuple[int, Any], ...]
+) -> Compiled:
+    text, array_names = whole_text(parts, constants)
+    return Compiled(clang.build(text), array_names)
 
 
 @dataclass
@@ -251,21 +261,12 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         self._check_call(inputs, output_shapes, output_dtypes, grid, threadgroup)
         bits = [arrays.bits_of(x) for x in inputs]
         dtypes = [arrays.dtype_name(d) for d in output_dtypes]
-        params = sig.parameters(
-            self.source,
-            [(n, d, b.shape) for n, (b, d) in zip(self.input_names, bits, strict=True)],
-            list(zip(self.output_names, dtypes, strict=True)),
-            self.atomic_outputs,
-        )
-        function = sig.function_name(self.name, template)
-        signature = sig.signature(function, self.source, params, template)
+        params, parts = self._text(bits, dtypes, template)
         if verbose:
-            print(f"{self.header}{signature}{self.source}\n}}")
-        entry = sig.entry(function, self.source, params, template)
-        constants = tuple(self.function_constants.items())
+            print(f"{parts[0]}{parts[1]}{parts[2]}\n}}")
         if settings.lint if self.lint is None else self.lint:
             lint_source(self.header, self.source)
-        compiled = compile_source(self.header, signature, self.source, entry, constants)
+        compiled = compile_parts(parts, tuple(self.function_constants.items()))
 
         results = [
             arrays.empty_bits(tuple(s), d) for s, d in zip(output_shapes, dtypes, strict=True)
@@ -281,6 +282,40 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         values = [arrays.from_bits(r, d, as_mlx) for r, d in zip(results, dtypes, strict=True)]
         assert self.last is not None
         return Outputs(values, self.last)
+
+    def registers(
+        self,
+        *,
+        inputs: list[Any],
+        output_dtypes: list[Any],
+        threadgroup: tuple[int, int, int],
+        template: list[tuple[str, Any]] | None = None,
+        **_: Any,
+    ) -> Registers:
+        """For the same arguments as a call: registers on another GPU, to rank designs by."""
+        bits = [arrays.bits_of(x) for x in inputs]
+        dtypes = [arrays.dtype_name(d) for d in output_dtypes]
+        threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
+        _, parts = self._text(bits, dtypes, template or [], threads)
+        return measure(whole_text(parts, tuple(self.function_constants.items()))[0])
+
+    def _text(
+        self,
+        bits: list[tuple[np.ndarray, str]],
+        dtypes: list[str],
+        template: list[tuple[str, Any]],
+        amd_threads: int = 0,
+    ) -> tuple[list[sig.Parameter], tuple[str, str, str, str]]:
+        params = sig.parameters(
+            self.source,
+            [(n, d, b.shape) for n, (b, d) in zip(self.input_names, bits, strict=True)],
+            list(zip(self.output_names, dtypes, strict=True)),
+            self.atomic_outputs,
+        )
+        function = sig.function_name(self.name, template)
+        signature = sig.signature(function, self.source, params, template)
+        entry = sig.entry(function, self.source, params, template, amd_threads)
+        return params, (self.header, signature, self.source, entry)
 
     def _check_call(self, inputs, output_shapes, output_dtypes, grid, threadgroup) -> None:  # noqa: ANN001
         for what, got, names in (
