@@ -70,6 +70,7 @@ class _RawBuffer(ctypes.Structure):
 class BufferCount:
     """Traffic of one buffer. `reads` and `writes`: width in bytes -> number of accesses."""
 
+    kind: str  # "input", "output", "threadgroup", or "shape", "strides", "ndim"
     bytes: int
     reads: dict[int, int]
     writes: dict[int, int]
@@ -80,6 +81,10 @@ class BufferCount:
     @property
     def read_bytes(self) -> int:
         return sum(w * n for w, n in self.reads.items())
+
+    @property
+    def narrowest_read(self) -> int:
+        return min(self.reads, default=0)
 
     @property
     def written_bytes(self) -> int:
@@ -101,7 +106,18 @@ class Counters:
 
     @property
     def multiplies_per_load(self) -> float:
+        """Of simdgroup_load; fragments filled through thread_elements are no loads."""
         return self.multiplies / self.fragment_loads if self.fragment_loads else 0.0
+
+    @property
+    def threadgroup_bytes_per_multiply(self) -> float:
+        """Bytes read from threadgroup memory for each 8x8x8 product, however they were read."""
+        read = sum(b.read_bytes for b in self.buffers.values() if b.kind == "threadgroup")
+        return read / self.multiplies if self.multiplies else 0.0
+
+    @property
+    def barriers_per_threadgroup(self) -> float:
+        return self.barriers / self.threadgroups
 
 
 @dataclass
@@ -162,7 +178,7 @@ class Compiled:
         named = {i: (n, sizes[i]) for i, n in enumerate(self._all_names(names))}
         return [explain(raw[i], self.lines, named) for i in range(count.value)]
 
-    def counters(self, names: list[str]) -> Counters:
+    def counters(self, names: list[str], kinds: list[str]) -> Counters:
         found: dict[str, BufferCount] = {}
         widths = (1, 2, 4, 8, 16)
         raws = self._raw_buffers()
@@ -172,6 +188,7 @@ class Compiled:
             if raw.reads:
                 self.lib.em_read_range(i, ctypes.byref(least), ctypes.byref(most))
             found[name] = BufferCount(
+                kind=kinds[i] if i < len(kinds) else "threadgroup",
                 bytes=raw.size,
                 reads={w: n for w, n in zip(widths, raw.by_width[:5], strict=True) if n},
                 writes={w: n for w, n in zip(widths, raw.by_width[5:], strict=True) if n},
@@ -340,9 +357,10 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         for p in params:
             if p.source == "input":
                 array = next(inputs)[0]
-                data = np.ascontiguousarray(array) if self.ensure_row_contiguous else array
+                if self.ensure_row_contiguous and not array.flags.c_contiguous:
+                    array = np.ascontiguousarray(array)
                 flags = WRITABLE | INITIALISED if p.name in self.in_place else 0
-                memory.append((_span(data), flags, True))
+                memory.append((_span(array), flags, True))
             elif p.source == "output":
                 flags = WRITABLE | (INITIALISED if initialised else 0)
                 memory.append((next(outputs), flags, initialised))
@@ -369,7 +387,8 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
                 text = f"{missing // each} of {data.size} elements of {names[i]} were never written"
                 text += f", the first at {first.value // each}"
                 report.append(Finding("unwritten output", "?", text, names[i], first.value))
-        self.last = Launch(self.name, grid, threadgroup, report, compiled.counters(names))
+        counters = compiled.counters(names, [p.source for p in params])
+        self.last = Launch(self.name, grid, threadgroup, report, counters)
         if settings.launches is not None:
             settings.launches.append(self.last)
         if report and (settings.check if self.check is None else self.check):
