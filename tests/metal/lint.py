@@ -58,9 +58,18 @@ _WORDS = {
 }
 
 
+def _before(text: str, at: int) -> str:
+    return text[max(0, at - 200) : at]
+
+
+def _head(text: str, at: int) -> str:
+    """What stands between the end of the statement before and a position."""
+    return text[max(text.rfind(c, 0, at) for c in ";{}") + 1 : at]
+
+
 def _words(text: str) -> Iterator[Hit]:
     for m in re.finditer(r"\b(?:" + "|".join(_WORDS) + r")\b", text):
-        if m.group() == "delete" and re.search(r"=\s*$", text[: m.start()]):
+        if m.group() == "delete" and re.search(r"=\s*$", _before(text, m.start())):
             continue  # a deleted member
         yield m.start(), f"{m.group()}: Metal has no {_WORDS[m.group()]}"
     for m in re.finditer(r"\blong\s+(?:double|long)\b", text):
@@ -121,12 +130,11 @@ def _functions(text: str) -> Iterator[tuple[re.Match[str], int, int, int]]:
         name = m.group(1)
         if name in _KEYWORDS:
             continue
-        before = text[: m.start()].rstrip()
-        word = re.search(r"([\w\]>*&~:}{;]|^)$", before)
-        if not word:
+        before = _before(text, m.start()).rstrip()
+        if before and not re.match(r"[\w\]>*&~:}{;,]", before[-1]):
             continue
-        last = re.search(r"(\w+)$", before)
-        if last and last.group(1) in _NOT_TYPES:
+        last = re.search(r"\w+$", before[-20:])
+        if last and last.group() in _NOT_TYPES:
             continue
         if before[-1:] in ":," and not before.endswith("::") and name != _enclosing_class(text, m.start()):
             continue  # an initializer of a constructor
@@ -150,7 +158,7 @@ def _enclosing_class(text: str, at: int) -> str | None:
             depth += 1
         elif text[i] == "{":
             if depth == 0:
-                head = re.split(r"[;{}]", text[:i])[-1]
+                head = _head(text, i)
                 found = re.search(r"\b(?:struct|class|union)\s+(?:alignas\([^)]*\)\s*)?(\w+)", head)
                 return found.group(1) if found and "(" not in head.split(found.group())[-1] else None
             depth -= 1
@@ -182,7 +190,7 @@ def _locals(text: str) -> Iterator[Hit]:
         first = kind.split()[0].split("<")[0]
         if first in _NOT_TYPES or _QUALIFIED.search(kind):
             continue
-        before = text[: m.start()].rstrip()
+        before = _before(text, m.start()).rstrip()
         if before and before[-1] not in ";{}:>":
             continue  # inside an expression
         if before.endswith(">") and not re.search(r"\btemplate\s*<[^;{}]*>$", before):
@@ -206,7 +214,7 @@ def _casts(text: str) -> Iterator[Hit]:
         if re.search(r"[*&]\s*(?:const)?\s*$", inner) and not _QUALIFIED.search(inner):
             yield m.start(), f"a cast to `{inner.strip()}`, which has no address space"
     for m in re.finditer(rf"\(\s*({_TYPE})\s*[*&]+\s*\)\s*(?=[\w(&])", text):
-        if not _QUALIFIED.search(m.group(1)) and not re.search(r"[\w\])]\s*$", text[: m.start()]):
+        if not _QUALIFIED.search(m.group(1)) and not re.search(r"[\w\])]\s*$", _before(text, m.start())):
             yield m.start(), f"a cast to `{m.group(1)}*`, which has no address space"
 
 
@@ -215,7 +223,7 @@ def _members(text: str) -> Iterator[Hit]:
         owner = _enclosing_class(text, m.start())
         if owner is None or m.group(1).lstrip("~") == owner:
             continue
-        head = re.split(r"[;{}]", text[: m.start()])[-1]
+        head = _head(text, m.start())
         if re.search(r"\b(?:static|friend)\b", head):
             continue
         if not _QUALIFIED.search(text[end:body]):
@@ -255,13 +263,13 @@ def _recursion(text: str) -> Iterator[Hit]:
 
 
 def _is_kernel(text: str, at: int) -> bool:
-    return bool(re.search(r"(?:\bkernel\b|\[\[\s*kernel\s*\]\])", re.split(r"[;{}]", text[:at])[-1]))
+    return bool(re.search(r"(?:\bkernel\b|\[\[\s*kernel\s*\]\])", _head(text, at)))
 
 
 def _kernels(text: str) -> Iterator[Hit]:
     names = {}
     for m, _, _, body in _functions(text):
-        head = re.split(r"[;{}]", text[: m.start()])[-1]
+        head = _head(text, m.start())
         if _is_kernel(text, m.start()):
             names[m.group(1)] = m.start()
             if not re.search(r"\bvoid\s*$", head.rstrip()):

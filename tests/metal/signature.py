@@ -132,8 +132,14 @@ def signature(name: str, body: str, params: list[Parameter], template: list[tupl
     return f"{text}[[kernel]] void {name}(\n" + ",\n".join(lines) + ") {\n"
 
 
-def entry(name: str, body: str, params: list[Parameter], template: list[tuple[str, Any]]) -> str:
-    """The function that the runtime calls once a thread."""
+def entry(
+    name: str,
+    body: str,
+    params: list[Parameter],
+    template: list[tuple[str, Any]],
+    amd_threads: int = 0,
+) -> str:
+    """The function that the runtime calls once a thread; for `amd_threads`, a kernel for AMD."""
     args = [
         f"{'*' if p.reference else ''}({p.pointer})em_argument({i})" for i, p in enumerate(params)
     ]
@@ -146,8 +152,8 @@ def entry(name: str, body: str, params: list[Parameter], template: list[tuple[st
             args.append(f"uint3{{{parts}}}")
     values = ", ".join(template_text(v)[1] for _, v in template)
     call = f"{name}<{values}>" if template else name
-    return (
-        'extern "C" __attribute__((visibility("default")))\n'
-        "void em_entry() {\n"
-        f"  {call}({', '.join(args)});\n}}\n"
-    )
+    head = 'extern "C" __attribute__((visibility("default"))) void em_entry()'
+    if amd_threads:
+        limit = f"__attribute__((amdgpu_flat_work_group_size(1, {amd_threads})))"
+        head = f"__kernel {limit} void em_entry(const __global ulong* em_args)"
+    return f"{head} {{\n  {call}({', '.join(args)});\n}}\n"
