@@ -1,8 +1,8 @@
 """Clang as a Metal front end: where it is, with which flags, and a cache of what it made.
 
 C++ for OpenCL has Metal's address spaces in its type system, no double, no standard library, no
-exceptions: one compile checks those rules and gives code for this machine. Any clang from 19 on will
-do; Debian's `clang-19` and the one inside PyPI's `ziglang` are tested.
+exceptions: one compile checks those rules and gives code for this machine. Any clang from 19 on
+will do; Debian's `clang-19` and the one inside PyPI's `ziglang` (clang 22) are tested.
 """
 
 from __future__ import annotations

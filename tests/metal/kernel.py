@@ -244,7 +244,7 @@ def compile_parts(
 
 
 @dataclass
-class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
+class metal_kernel:  # it stands in for mx.fast.metal_kernel
     name: str
     input_names: list[str]
     output_names: list[str]
@@ -334,7 +334,7 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         entry = sig.entry(function, self.source, params, template, amd_threads)
         return params, (self.header, signature, self.source, entry)
 
-    def _check_call(self, inputs, output_shapes, output_dtypes, grid, threadgroup) -> None:  # noqa: ANN001
+    def _check_call(self, inputs, output_shapes, output_dtypes, grid, threadgroup) -> None:
         for what, got, names in (
             ("inputs", inputs, self.input_names),
             ("output_shapes", output_shapes, self.output_names),
@@ -347,7 +347,7 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         if (n := threadgroup[0] * threadgroup[1] * threadgroup[2]) > 1024:
             raise ValueError(f"{self.name}: {n} threads in a threadgroup; Metal has 1024 at most")
 
-    def _run(self, compiled, params, bits, results, grid, threadgroup, initialised) -> None:  # noqa: ANN001
+    def _run(self, compiled, params, bits, results, grid, threadgroup, initialised) -> None:
         lib = compiled.lib
         lib.em_reset()
         args = (ctypes.c_uint64 * (len(params) + 1))()
