@@ -143,7 +143,7 @@ class SdpaOp : public CpuPrimitive {
     a.v_cache = in[2].data<char>();
     a.y = allocate<char>(out[0]);
     const int group = a.heads / a.kv_heads, rows = group * a.length;
-    a.tile = std::min(rows, 8);
+    a.tile = std::min(rows, 16);
     const int units = a.batch * a.kv_heads * ((rows + a.tile - 1) / a.tile);
     const int most_chunks = (a.capacity + a.chunk - 1) / a.chunk;
     // Few tiles: share their chunks out as well. The split changes no bit of the result.

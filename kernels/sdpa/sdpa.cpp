@@ -1,7 +1,9 @@
 // softmax(q k^T) v over the cache, one read of k and v for all query rows that can share it.
 //
 //   row     a query head at a position; the rows of one kv head are ordered by position, then head
-//   tile    up to 8 such rows: every k and v that is loaded serves them all
+//   tile    up to 16 such rows: every k and v that is loaded serves them all
+//   scores  16 keys at a time, transposed in registers, so that a lane is a key and no sum crosses
+//           lanes: score[r] (16 keys) += q[r, d] * kT[d] (16 keys)
 //   block   64 keys: scores of the tile, their maximum, exp, then the weighted sum of v
 //   chunk   512 keys: a softmax of its own (maximum m, sum l, weighted values o). Chunks are merged
 //           in order, by whoever has them: one thread after another chunk, or sdpa_merge when the
@@ -12,7 +14,7 @@
 namespace qrun::QRUN_NS {
 
 constexpr int kBlock = 64;
-constexpr int kMaxRows = 8;
+constexpr int kMaxRows = 16;
 constexpr int kMaxHead = 512;
 
 template <Type T>
@@ -68,25 +70,31 @@ struct Tile {
 // Scores of keys j0 .. j0+n-1, then the online softmax step.
 template <int R, Type T>
 static void block(const Sdpa& a, const Tile& t, int j0, int n, State& s) {
-  const int D = a.head_dim, whole = D & ~15, d16 = (D + 15) & ~15;
-  alignas(64) float p[R][kBlock];
-  for (int j = 0; j < n; j++) {
-    const char* key = t.k + (size_t)(j0 + j) * D * size_of(T);
-    f32x16 dot[R];
+  const int D = a.head_dim, whole = D & ~15, d16 = (D + 15) & ~15, n16 = (n + 15) & ~15;
+  alignas(64) float p[R][kBlock], turned[kMaxHead * 16];
+  for (int j = 0; j < n16; j += 16) {
+    for (int i = 0; i < D; i += 16) {
+      f32x16 k[16];
+      for (int key = 0; key < 16; key++) {
+        const size_t e = (size_t)(j0 + j + key) * D + i;
+        k[key] = j + key >= n ? splat(0)
+                 : i < whole  ? load_as<T>(t.k, e)
+                              : load_first(at(t.k, T, e), T, D - i);
+      }
+      transpose(k);
+      for (int d = 0; d < 16; d++) store(turned + (i + d) * 16, k[d]);
+    }
+    f32x16 score[R];
     QRUN_UNROLL
-    for (int r = 0; r < R; r++) dot[r] = splat(0);
-    for (int i = 0; i < whole; i += 16) {
-      f32x16 k = load_as<T>(key, i);
+    for (int r = 0; r < R; r++) score[r] = splat(0);
+    for (int d = 0; d < D; d++) {
+      const f32x16 k = load(turned + d * 16);
       QRUN_UNROLL
-      for (int r = 0; r < R; r++) dot[r] = fma(k, load(t.q + r * d16 + i), dot[r]);
+      for (int r = 0; r < R; r++) score[r] = fma(splat(t.q[r * d16 + d]), k, score[r]);
     }
-    if (whole < D) {
-      f32x16 k = load_first(at(key, T, whole), T, D - whole);
-      for (int r = 0; r < R; r++) dot[r] = fma(k, load(t.q + r * d16 + whole), dot[r]);
-    }
-    for (int r = 0; r < R; r++) p[r][j] = sum(dot[r]);
+    QRUN_UNROLL
+    for (int r = 0; r < R; r++) store(p[r] + j, score[r]);
   }
-  const int n16 = (n + 15) & ~15;
   for (int r = 0; r < R; r++) {
     if (a.softcap > 0)
       for (int j = 0; j < n; j += 16)
@@ -140,12 +148,13 @@ static Block pick_type(Type t) {
                           : block<R, Type::bf16>;
 }
 static Block pick(int rows, Type t, int& height) {
-  height = rows <= 4 ? rows : 8;
+  height = rows <= 4 ? rows : rows <= 8 ? 8 : 16;
   return rows == 1   ? pick_type<1>(t)
          : rows == 2 ? pick_type<2>(t)
          : rows == 3 ? pick_type<3>(t)
          : rows == 4 ? pick_type<4>(t)
-                     : pick_type<8>(t);
+         : rows <= 8 ? pick_type<8>(t)
+                     : pick_type<16>(t);
 }
 
 static void write(const Sdpa& a, int b, int kv, int row, float l, const float* o) {
