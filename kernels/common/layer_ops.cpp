@@ -152,8 +152,12 @@ class SdpaOp : public CpuPrimitive {
     if (split)
       a.partial = static_cast<float*>(
           scratch(sizeof(float) * units * most_chunks * a.tile * per_row, stream()));
+    const size_t heads = static_cast<size_t>(a.batch) * a.kv_heads;
+    if (units >= 4 * a.batch * a.kv_heads)
+      a.turned = static_cast<float*>(
+          scratch(sizeof(float) * heads * ((a.capacity + 63) / 64 * 64) * a.head_dim, stream()));
     mx::cpu::get_command_encoder(stream()).dispatch(
-        [a, units, offset = reinterpret_cast<const int*>(dense(in[3], stream()))]() mutable {
+        [a, units, heads, offset = reinterpret_cast<const int*>(dense(in[3], stream()))]() mutable {
           a.offset = *offset;
           const int keys = a.offset + a.length;
           if (a.offset < 0 || keys > a.capacity)
@@ -161,6 +165,11 @@ class SdpaOp : public CpuPrimitive {
                                     std::to_string(a.capacity));
           a.chunks = (keys + a.chunk - 1) / a.chunk;
           if (a.chunks == 1) a.partial = nullptr;
+          if (a.turned) {
+            a.turned_keys = (keys + 63) / 64 * 64;  // whole blocks
+            parallel(static_cast<int>(heads) * a.turned_keys / 16, 16,
+                     [&](int i0, int i1) { kernels().sdpa_turn(a, i0, i1); });
+          }
           const size_t bytes = 2 * size_of(a.cache_type) * a.head_dim * std::min(keys, a.chunk);
           const int items = a.partial ? units * a.chunks : units;
           const int step = static_cast<int>(std::max<size_t>(1, (16 << 10) / bytes));
