@@ -8,6 +8,7 @@
 
 #include "common/op.h"
 #include "common/pool.h"
+#include "common/program.h"
 
 #define QRUN_STRING2(x) #x
 #define QRUN_STRING(x) QRUN_STRING2(x)
@@ -79,6 +80,11 @@ NB_MODULE(_ext, m) {
       "eps"_a = 0.0f);
   m.def("sdpa", &qrun::sdpa, "q"_a, "k_cache"_a, "v_cache"_a, "offset"_a, nb::kw_only(), "scale"_a,
         "window"_a = 0, "softcap"_a = 0.0f);
+
+  nb::class_<qrun::Program>(m, "Program")
+      .def(nb::init<const std::vector<array>&, const std::vector<array>&>(), "inputs"_a,
+           "outputs"_a)
+      .def("__call__", &qrun::Program::operator(), "inputs"_a);
 
   m.def("isa", [] { return qrun::kernels().name; });
   m.def("force_isa", [](const std::string& name) { qrun::force_isa(name.c_str()); }, "name"_a);

@@ -53,7 +53,7 @@ qmm = qmv
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array: ...
 def swiglu(gate_up: mx.array) -> mx.array: ...  # (..., 2N) interleaved -> (..., N)
-def argmax(logits: mx.array) -> mx.array:  # (..., V) -> (...) uint32
+def argmax(logits: mx.array) -> mx.array:  # (..., V) -> (...) int32; -1: not all are finite
     """The first largest index; 2**32 - 1 where a row holds a NaN or an infinity."""
 
 def embedding(
@@ -92,6 +92,15 @@ def sdpa(
     window: int = 0,
     softcap: float = 0.0,
 ) -> mx.array: ...  # (B, L, H*D)
+class Program:
+    """A traced function as one primitive."""
+
+    def __init__(self, inputs: list[mx.array], outputs: list[mx.array]) -> None:
+        """outputs were computed from inputs and not evaluated; all else they use is constant."""
+
+    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
+        """The same function of other inputs of the same shapes."""
+
 def isa() -> str:
     """The instruction set in use: the best this machine has, or QRUN_ISA's."""
 

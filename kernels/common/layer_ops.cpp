@@ -58,7 +58,7 @@ class ArgmaxOp : public CpuPrimitive {
     const Type type = type_of(in[0].dtype(), "argmax", "logits");
     const int n = in[0].shape(-1), rows = static_cast<int>(out[0].size());
     mx::cpu::get_command_encoder(stream()).dispatch(
-        [x = dense(in[0], stream()), y = allocate<uint32_t>(out[0]), type, n, rows] {
+        [x = dense(in[0], stream()), y = allocate<int32_t>(out[0]), type, n, rows] {
           parallel(rows, 1, [&](int r0, int r1) {
             for (int r = r0; r < r1; r++)
               y[r] = kernels().argmax(x + static_cast<size_t>(r) * n * size_of(type), type, n);
@@ -208,7 +208,7 @@ mx::array argmax(const mx::array& logits) {
   require(logits.ndim() >= 1 && logits.shape(-1) >= 1, "argmax: logits must have a last axis");
   type_of(logits.dtype(), "argmax", "logits");
   mx::Shape shape(logits.shape().begin(), logits.shape().end() - 1);
-  return mx::array(std::move(shape), mx::uint32, std::make_shared<ArgmaxOp>(cpu_stream()),
+  return mx::array(std::move(shape), mx::int32, std::make_shared<ArgmaxOp>(cpu_stream()),
                    {logits});
 }
 

@@ -1,10 +1,10 @@
 // Greedy choice over a row of logits.
-#include "kernels.h"
-#include "vec.h"
+#include "../common/kernels.h"
+#include "../common/vec.h"
 
 namespace qrun::QRUN_NS {
 
-// The first index of the largest; all ones if any element is not finite.
+// The first index of the largest; all ones (-1 as int32) if any element is not finite.
 uint32_t argmax(const void* x, Type type, int n) {
   const f32x16 low = splat(-__builtin_inff());
   f32x16 most = low, poison = splat(0);

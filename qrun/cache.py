@@ -1,0 +1,85 @@
+"""The KV cache: keys and values of every layer, allocated ahead, written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from qrun.positions import Rope
+
+STEP = 256  # capacities are multiples of this, so that growing one seldom changes a shape
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What one layer keeps a position: Hkv heads of D dims for k, the same for v."""
+
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+
+
+class Cache:
+    """State of one generation. Per layer: keys and values (B, Hkv, C, D), and a rope table.
+
+    `length` positions are held; `offset` is the same number as an int32 array of one element, for
+    the ops. Models replace `keys[i]` and `values[i]` by what `ops.rope` returns.
+    """
+
+    def __init__(
+        self, specs: Sequence[CacheSpec], capacity: int, dtype: mx.Dtype, *, batch: int = 1
+    ) -> None:
+        self.specs = list(specs)
+        self.dtype = dtype
+        self.batch = batch
+        self.length = 0
+        self.capacity = 0
+        self.keys: list[mx.array] = []
+        self.values: list[mx.array] = []
+        self.tables: list[mx.array] = []
+        self.offset = mx.array([0], mx.int32)
+        self.reserve(capacity)
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` positions in all; what is held stays."""
+        if capacity <= self.capacity:
+            return
+        capacity = -(-capacity // STEP) * STEP
+        fresh = capacity - self.capacity
+
+        def grown(held: list[mx.array]) -> list[mx.array]:
+            new = [
+                mx.zeros((self.batch, s.kv_heads, fresh, s.head_dim), self.dtype)
+                for s in self.specs
+            ]
+            if not held:
+                return new
+            return [mx.concatenate([a, b], axis=2) for a, b in zip(held, new, strict=True)]
+
+        self.keys, self.values = grown(self.keys), grown(self.values)
+        by_rope = {spec.rope: spec.rope.table(capacity) for spec in self.specs}
+        self.tables = [by_rope[spec.rope] for spec in self.specs]
+        self.capacity = capacity
+
+    def bound(self, keys: list[mx.array], values: list[mx.array], offset: mx.array) -> Cache:
+        """The same cache seen with other arrays: inside a traced function the placeholders."""
+        other = copy(self)
+        other.keys, other.values, other.offset = list(keys), list(values), offset
+        return other
+
+    def advance(self, count: int) -> None:
+        """Count `count` more positions as held."""
+        self.length += count
+        self.offset = mx.array([self.length], mx.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values allocated."""
+        return sum(a.nbytes for a in (*self.keys, *self.values))
+
+    def bytes_held(self) -> int:
+        """Bytes of the keys and values that a decode step reads."""
+        return self.nbytes * self.length // self.capacity

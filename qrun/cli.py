@@ -1,0 +1,434 @@
+"""The command line: options and printing, no other logic. Only results go to stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qrun import __version__
+from qrun.errors import QrunError, UsageError
+
+if TYPE_CHECKING:
+    from qrun.generation import Generation
+    from qrun.loader import LoadedModel
+
+EXIT_CODES = """\b
+Exit codes:
+    0  done
+    1  an unexpected error (run again with --debug)
+    2  wrong usage
+    3  model not found
+    4  bad checkpoint
+    5  prompt too long
+    6  the model's logits are not finite
+    7  MLX has no backend here
+  130  interrupted
+"""
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=EXIT_CODES,
+)
+@click.version_option(__version__, "--version", prog_name="qrun", message="%(prog)s %(version)s")
+@click.option("--debug", is_flag=True, help="Show a traceback on errors.")
+def cli(debug: bool) -> None:
+    """Run 4-bit language models at the speed of this machine's memory."""
+
+
+@cli.command(epilog=EXIT_CODES)
+@click.argument("model", envvar="QRUN_MODEL")
+@click.option("-p", "--prompt", help="The prompt; - reads it from standard input.")
+@click.option(
+    "--prompt-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Read the prompt from a file.",
+)
+@click.option("--system", help="A system message in front of the prompt.")
+@click.option("--raw", is_flag=True, help="Give the prompt as it is: no chat template.")
+@click.option("-n", "--max-tokens", type=int, default=512, show_default=True, help="Stop after N.")
+@click.option("--stop", multiple=True, help="End the text at this string. Can be repeated.")
+@click.option("-t", "--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
+@click.option("--top-k", type=int, default=0, help="Keep the K likeliest tokens. 0: all.")
+@click.option("--top-p", type=float, default=1.0, help="Keep the likeliest that reach P together.")
+@click.option("--min-p", type=float, default=0.0, help="Keep tokens of P times the likeliest.")
+@click.option("--repetition-penalty", type=float, default=1.0, help="Above 1: repeat less.")
+@click.option("--presence-penalty", type=float, default=0.0, help="Subtract once per used token.")
+@click.option("--frequency-penalty", type=float, default=0.0, help="Subtract per use of a token.")
+@click.option(
+    "--logit-bias", multiple=True, metavar="ID=BIAS", help="Add to a token's logit. Repeatable."
+)
+@click.option("--seed", type=int, help="Same seed, same text.")
+@click.option("--revision", help="Revision of a hub repository.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="Type of activations and cache. Default: float32 on a CPU, the model's own on a GPU.",
+)
+@click.option("--stats", is_flag=True, help="Print speeds and memory to standard error.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+@click.option("--stream-json", is_flag=True, help="Print one JSON object per piece of text.")
+@click.option("-q", "--quiet", is_flag=True, help="No warnings.")
+@click.option("-v", "--verbose", is_flag=True, help="Say what was loaded, and what was left out.")
+def generate(
+    model: str,
+    prompt: str | None,
+    prompt_file: Path | None,
+    system: str | None,
+    raw: bool,
+    max_tokens: int,
+    stop: tuple[str, ...],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    presence_penalty: float,
+    frequency_penalty: float,
+    logit_bias: tuple[str, ...],
+    seed: int | None,
+    revision: str | None,
+    dtype: str | None,
+    stats: bool,
+    as_json: bool,
+    stream_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Answer a prompt with MODEL, a folder or a hub id (default: $QRUN_MODEL).
+
+    Without -p and --prompt-file the prompt is read from standard input, if that is no terminal.
+    """
+    if as_json and stream_json:
+        raise UsageError("--json and --stream-json exclude each other")
+    text = _read_prompt(prompt, prompt_file)
+    _show_warnings(not quiet)
+
+    import qrun
+
+    loaded = qrun.load(model, revision=revision, dtype=dtype)
+    if verbose:
+        _describe(loaded)
+    sampling = qrun.Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=_parse_bias(logit_bias),
+        seed=seed,
+    )
+    result = None
+    for piece in qrun.stream(
+        loaded, text, system=system, raw=raw, max_tokens=max_tokens, stop=stop, sampling=sampling
+    ):
+        result = piece.result
+        if stream_json:
+            _print_json({"text": piece.text})
+        elif not as_json:
+            click.echo(piece.text, nl=False)
+            sys.stdout.flush()
+    assert result is not None
+    if as_json:
+        _print_json(_summary(loaded, result))
+    elif stream_json:
+        _print_json({"result": _summary(loaded, result)})
+    elif result.text and not result.text.endswith("\n"):
+        click.echo()
+    if stats:
+        _print_stats(loaded, result)
+
+
+@cli.command(epilog=EXIT_CODES)
+@click.argument("src", type=click.Path(exists=True, path_type=Path))
+@click.argument("dst", type=click.Path(path_type=Path))
+@click.option("--bits", type=int, help="Bits a weight. Default: the source's own, or 4.")
+@click.option("--group-size", type=int, help="Weights that share a scale. Default: 32 or 64.")
+@click.option(
+    "--mode", type=click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]), help="Default: affine."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="Type of scales and of unquantized tensors. Default: the source's 16-bit type.",
+)
+@click.option("--force", is_flag=True, help="Replace DST if it exists.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress, no warnings.")
+def convert(
+    src: Path,
+    dst: Path,
+    bits: int | None,
+    group_size: int | None,
+    mode: str | None,
+    dtype: str | None,
+    force: bool,
+    quiet: bool,
+) -> None:
+    """Turn SRC, a .gguf file or a folder of float safetensors, into a 4-bit model folder DST.
+
+    GGUF tensors in Q4_0, Q4_1 and Q8_0 keep their exact values; DST appears only when complete.
+    """
+    _show_warnings(not quiet)
+
+    from qrun.hardware import require_mlx
+
+    require_mlx()
+    from qrun.convert import convert as run
+
+    report = run(
+        src,
+        dst,
+        bits=bits,
+        group_size=group_size,
+        mode=mode,
+        dtype=dtype,
+        force=force,
+        progress=_progress_bar() if sys.stderr.isatty() and not quiet else None,
+    )
+    if not quiet:
+        lines = [
+            f"{dst}: {report.model_type}, {report.parameters / 1e6:.1f} M parameters, "
+            f"{report.bits_per_weight:.2f} bits a weight, {report.nbytes / 1e6:.0f} MB",
+            *(f"note: {note}" for note in report.notes),
+        ]
+        click.echo("\n".join(lines), err=True)
+
+
+@cli.command(epilog=EXIT_CODES)
+@click.argument("model", envvar="QRUN_MODEL", required=False)
+@click.option("--kernels/--no-kernels", default=True, help="Measure the products alone.")
+@click.option(
+    "--group-size", type=int, default=64, show_default=True, help="Of the kernels' matrices."
+)
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Per median.")
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    metavar="COMMAND",
+    help="Run a peer in turn: a command that speaks scripts/peers/README.md. Repeatable.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON to this file.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Write a roofline PNG (needs matplotlib)."
+)
+def bench(
+    model: str | None,
+    kernels: bool,
+    group_size: int,
+    rounds: int,
+    peers: tuple[str, ...],
+    as_json: bool,
+    out: Path | None,
+    plot: Path | None,
+) -> None:
+    """Measure the kernels, and MODEL if given, against the machine's ceilings and peers."""
+    import shlex
+
+    import qrun
+    from qrun.hardware import require_mlx
+
+    require_mlx()
+    from qrun import bench as measure
+    from qrun import report
+    from qrun.quantization import Quantization
+
+    show = sys.stderr.isatty() and not as_json
+
+    def progress(what: str) -> None:
+        if show:
+            click.echo(f"\r\033[K{what}", nl=False, err=True)
+
+    rows: list[measure.Row] = []
+    if kernels:
+        spec = Quantization(4, group_size)
+        rows += measure.bench_kernels(spec=spec, rounds=rounds, progress=progress)
+    if model is not None:
+        loaded = qrun.load(model)
+        others = [measure.Peer(shlex.split(command)) for command in peers]
+        try:
+            rows += measure.bench_model(loaded, others, rounds=rounds, progress=progress)
+        finally:
+            for other in others:
+                other.close()
+    progress("")
+    result = report.report(rows)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        report.plot(result, plot)
+    if as_json:
+        _print_json(result)
+    else:
+        click.echo(f"{result['device']}, {result['backend']}, {result['threads']} threads")
+        click.echo(report.table(rows))
+
+
+def main() -> None:
+    """Run a command; turn every outcome into an exit code and at most two lines."""
+    debug = "--debug" in sys.argv[1:]
+    try:
+        cli.main(standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader went away, as in `qrun ... | head`: nothing to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo(err=True)
+        sys.exit(130)
+    except QrunError as error:
+        if debug:
+            raise
+        _fail(str(error), error.hint, error.exit_code)
+    except click.ClickException as error:
+        _fail(error.format_message(), f"see {_command_path(error)} --help", error.exit_code)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except Exception as error:
+        if debug:
+            raise
+        _fail(f"{type(error).__name__}: {error}", "--debug shows where: qrun --debug ...", 1)
+
+
+def _fail(message: str, hint: str | None, code: int) -> None:
+    click.echo(f"{_paint('qrun: error:', 'red')} {message}", err=True)
+    if hint:
+        click.echo(f"  hint: {hint}", err=True)
+    sys.exit(code)
+
+
+def _command_path(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    return context.command_path if context is not None else "qrun"
+
+
+def _paint(text: str, color: str) -> str:
+    plain = bool(os.environ.get("NO_COLOR")) or not sys.stderr.isatty()
+    return text if plain else click.style(text, fg=color, bold=True)
+
+
+def _show_warnings(show: bool) -> None:
+    """Warnings become one line each on stderr, or nothing."""
+
+    def line(message: Warning | str, *_: Any, **__: Any) -> None:
+        if show:
+            click.echo(f"{_paint('qrun: warning:', 'yellow')} {message}", err=True)
+
+    warnings.showwarning = line
+    warnings.simplefilter("always", UserWarning)
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise UsageError("--prompt and --prompt-file exclude each other")
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{file} cannot be read as UTF-8 text: {error}") from None
+    if prompt is None and sys.stdin.isatty():
+        raise UsageError(
+            "no prompt", hint='give one: qrun generate MODEL -p "Why is the sky blue?"'
+        )
+    if prompt is None or prompt == "-":
+        try:
+            return sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"standard input is not UTF-8 text: {error}") from None
+    return prompt
+
+
+def _parse_bias(entries: tuple[str, ...]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for entry in entries:
+        token, _, value = entry.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise UsageError(f"--logit-bias takes ID=BIAS, not {entry!r}") from None
+    return bias
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(value, ensure_ascii=False))
+    sys.stdout.flush()
+
+
+def _summary(model: LoadedModel, result: Generation) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "generated_tokens": len(result.tokens),
+        "seed": result.seed,
+        "load_seconds": round(model.load_seconds, 4),
+        "prefill_seconds": round(result.timings.prefill, 4),
+        "decode_seconds": round(result.timings.decode, 4),
+        "prefill_tokens_per_second": round(result.prefill_rate, 1),
+        "decode_tokens_per_second": round(result.decode_rate, 1),
+    }
+
+
+def _describe(model: LoadedModel) -> None:
+    """--verbose: what runs where, and what was ignored."""
+    from qrun.hardware import device_name
+    from qrun.ops import _launch
+
+    name = str(model.dtype).removeprefix("mlx.core.")
+    lines = [
+        f"model    {model.folder} ({model.step_bytes / 1e6:.0f} MB a step, {name}, "
+        f"context {model.context}, stop tokens {sorted(model.eos)})",
+        f"backend  {_launch.backend().NAME} on {device_name()}",
+        *(f"note     {note}" for note in model.notes),
+    ]
+    click.echo("\n".join(lines), err=True)
+
+
+def _print_stats(model: LoadedModel, result: Generation) -> None:
+    """--stats: speeds, and the share of the bandwidth measured on this machine just now."""
+    from qrun.hardware import peak_memory, read_bandwidth
+
+    first = model.load_seconds + result.timings.prefill
+    rate = result.decode_rate * (model.step_bytes + result.cache_bytes)
+    peak = peak_memory()  # before measuring the bandwidth, which takes memory itself
+    wall = read_bandwidth()
+    lines = [
+        f"load      {model.load_seconds:8.3f} s",
+        f"first     {first:8.3f} s    (load and prefill)",
+        f"prefill   {result.prefill_rate:8.1f} tok/s   {result.prompt_tokens} tokens",
+        f"decode    {result.decode_rate:8.1f} tok/s   {len(result.tokens)} tokens",
+        f"memory    {rate / 1e9:8.2f} GB/s    {rate / wall:.0%} of the {wall / 1e9:.1f} GB/s "
+        "measured here",
+        f"peak      {peak / 1e6:8.0f} MB",
+    ]
+    click.echo("\n".join(lines), err=True)
+
+
+def _progress_bar() -> Callable[[str, int, int], None]:
+    """A callback (phase, done, total) that keeps one line on stderr up to date."""
+
+    def show(phase: str, done: int, total: int) -> None:
+        share = done / total if total else 1.0
+        bar = "#" * int(30 * share)
+        click.echo(f"\r{phase:12} [{bar:30}] {share:4.0%}", nl=False, err=True)
+        if done >= total:
+            click.echo(err=True)
+
+    return show
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""config.json with typed access: a wrong or missing value is one line that names key and file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from qrun.errors import CheckpointError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError naming the file and the fault."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return cast("dict[str, Any]", value)
+
+
+class Config:
+    """One level of a checkpoint's configuration.
+
+    Every key that a reader asks for is remembered, so that `unread()` can tell what was ignored.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = dict(values)
+        self.where = where
+        self._asked: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        """Whether key is present and not null."""
+        self._asked.add(key)
+        return self.values.get(key) is not None
+
+    def raw(self, key: str) -> Any:
+        """The value as it stands, None if absent."""
+        self._asked.add(key)
+        return self.values.get(key)
+
+    def _typed(self, key: str, kind: str, ok: bool, default: Any) -> Any:
+        value = self.raw(key)
+        if value is None:
+            if default is None:
+                raise CheckpointError(f"{self.where}: {key} is missing")
+            return default
+        if not ok:
+            raise CheckpointError(f"{self.where}: {key} must be {kind}, but is {value!r:.80}")
+        return value
+
+    def int(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number of at least `least`."""
+        value = self.raw(key)
+        ok = isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
+        return self._typed(key, f"a whole number, {least} or more", ok, default)
+
+    def float(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self.raw(key)
+        ok = isinstance(value, (int, float)) and not isinstance(value, bool)
+        ok = ok and abs(value) < 1e30
+        return float(self._typed(key, "a finite number", ok, default))
+
+    def bool(self, key: str, default: bool) -> bool:
+        """true or false."""
+        return self._typed(key, "true or false", isinstance(self.raw(key), bool), default)
+
+    def str(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        return self._typed(key, "a string", isinstance(self.raw(key), str), default)
+
+    def floats(self, key: str, count: int) -> list[float]:
+        """A list of `count` numbers."""
+        value: Any = self.raw(key)
+        ok = isinstance(value, list) and len(cast("list[Any]", value)) == count
+        ok = ok and all(isinstance(v, (int, float)) for v in cast("list[Any]", value))
+        return [float(v) for v in self._typed(key, f"a list of {count} numbers", ok, None)]
+
+    def ints(self, key: str) -> list[int]:
+        """A whole number or a list of them, as a list; absent: empty."""
+        value: Any = self.raw(key)
+        if value is None:
+            return []
+        items = cast("list[Any]", value if isinstance(value, list) else [value])
+        ok = all(isinstance(v, int) and not isinstance(v, bool) for v in items)
+        self._typed(key, "a whole number or a list of them", ok, None)
+        return items
+
+    def level(self, key: str) -> Config | None:
+        """The object under key, None if absent."""
+        value: Any = self.raw(key)
+        if value is None:
+            return None
+        self._typed(key, "an object", isinstance(value, dict), None)
+        return Config(cast("dict[str, Any]", value), f"{self.where}: {key}")
+
+    def require(self, key: str, *allowed: Any) -> None:
+        """Raise unless key is absent or one of the values that the model implements."""
+        value = self.raw(key)
+        if value is not None and value not in allowed:
+            names = " or ".join(repr(a) for a in allowed)
+            raise CheckpointError(f"{self.where}: {key} is {value!r}, only {names} is supported")
+
+    def unread(self) -> list[str]:
+        """Keys nobody asked for."""
+        return sorted(set(self.values) - self._asked)

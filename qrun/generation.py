@@ -1,0 +1,252 @@
+"""From a prompt to text: chunked prefill, then decode with the next step already enqueued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import mlx.core as mx
+
+from qrun.cache import Cache
+from qrun.chat import Message
+from qrun.errors import NonFiniteError, PromptTooLongError, UsageError
+from qrun.loader import LoadedModel
+from qrun.ops import _launch
+from qrun.sampling import Sampler, Sampling
+from qrun.tokenizer import StopFinder, StreamingDecoder
+
+PREFILL_CHUNK = 512  # rows at a time: enough to be bound by arithmetic, few enough to stay small
+DEFAULT_MAX_TOKENS = 512
+
+FinishReason = Literal["stop", "length"]
+Prompt = str | Sequence[Message] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds on the clock. Prefill ends when the first token is known."""
+
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished text. `tokens` are the generated ids, without the one that ended the text.
+
+    finish_reason: "stop" (an end token or a stop string) or "length" (max_tokens, or the context).
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    timings: Timings
+    seed: int
+    cache_bytes: int = field(default=0)  # bytes of cache that the last step read
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second."""
+        return self.prompt_tokens / self.timings.prefill if self.timings.prefill else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Generated tokens a second, the first not counted: it belongs to the prefill."""
+        steps = len(self.tokens) - 1
+        return steps / self.timings.decode if steps > 0 and self.timings.decode else 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of text as it comes. The last one carries the result; its text may be empty."""
+
+    text: str
+    result: Generation | None = None
+
+
+def generate(
+    model: LoadedModel,
+    prompt: Prompt,
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    stop: Sequence[str] = (),
+    sampling: Sampling | None = None,
+) -> Generation:
+    """The whole text at once. Arguments and errors as `stream`."""
+    result = None
+    for piece in stream(
+        model,
+        prompt,
+        system=system,
+        raw=raw,
+        max_tokens=max_tokens,
+        stop=stop,
+        sampling=sampling,
+    ):
+        result = piece.result
+    assert result is not None
+    return result
+
+
+def stream(
+    model: LoadedModel,
+    prompt: Prompt,
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    stop: Sequence[str] = (),
+    sampling: Sampling | None = None,
+) -> Iterator[Piece]:
+    """Generate text piece by piece; the last piece carries the Generation.
+
+    prompt: a user's message; or messages ({"role", "content"}, ...); or token ids.
+    system: a system message in front. raw: no chat template. stop: strings that end the text and
+    are not part of it. Never splits a character, never prints part of a stop string.
+    Raises UsageError, PromptTooLongError, NonFiniteError.
+    """
+    if max_tokens < 0:
+        raise UsageError(f"max_tokens must be 0 or more, but is {max_tokens}")
+    ids = encode_prompt(model, prompt, system=system, raw=raw)
+    if len(ids) >= model.context:
+        raise PromptTooLongError(
+            f"the prompt has {len(ids)} tokens, the model's context holds {model.context}, "
+            "and one must be left to generate"
+        )
+    room = min(max_tokens, model.context - len(ids))
+    return _run(model, ids, room, StopFinder(stop), sampling or Sampling())
+
+
+def encode_prompt(
+    model: LoadedModel, prompt: Prompt, *, system: str | None, raw: bool
+) -> list[int]:
+    """Token ids of any form of prompt."""
+    vocab = model.tokenizer.size
+    if isinstance(prompt, str):
+        if raw:
+            if system is not None:
+                raise UsageError("a raw prompt takes no system message")
+            ids = model.tokenizer.encode(prompt)
+        else:
+            ids = model.tokenizer.encode_chat(
+                _messages(system, [{"role": "user", "content": prompt}])
+            )
+    elif all(isinstance(item, int) for item in prompt):
+        ids = [item for item in prompt if isinstance(item, int)]
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise UsageError(f"prompt: token {token} is not in 0 .. {vocab - 1}")
+    else:
+        messages = [item for item in prompt if not isinstance(item, int)]
+        ids = model.tokenizer.encode_chat(_messages(system, messages))
+    if not ids:
+        raise UsageError("the prompt is empty")
+    return ids
+
+
+def _messages(system: str | None, rest: list[Message]) -> list[Message]:
+    return rest if system is None else [{"role": "system", "content": system}, *rest]
+
+
+def _run(
+    model: LoadedModel, ids: list[int], room: int, stops: StopFinder, sampling: Sampling
+) -> Iterator[Piece]:
+    """The loop. While a token is read, the step that consumes it is already under way."""
+    started = time.perf_counter()
+    decoder = StreamingDecoder(model.tokenizer)
+    sampler = Sampler(sampling, ids, model.tokenizer.size)
+    tokens: list[int] = []
+    pieces: list[str] = []
+    reason: FinishReason = "length"
+    cache = model.new_cache(len(ids) + room)
+    first = started
+    if room:
+        token = sampler(prefill(model, ids, cache))
+        mx.async_eval(token)
+        step = decode_step(model, cache)
+        for n in range(room):
+            upcoming = None
+            if n + 1 < room:
+                upcoming = sampler(step(token))
+                mx.async_eval(upcoming)
+            value = int(cast(int, token.item()))
+            if n == 0:
+                first = time.perf_counter()
+            if value < 0:
+                raise NonFiniteError(
+                    f"the model's logits are not finite after {n} tokens ({model.dtype})",
+                    hint="try --dtype float32 or bfloat16",
+                )
+            if value in model.eos:
+                reason = "stop"
+                break
+            tokens.append(value)
+            text = stops.add(decoder.add(value))
+            if text:
+                pieces.append(text)
+                yield Piece(text)
+            if stops.found:
+                reason = "stop"
+                break
+            if upcoming is None:
+                break
+            token = upcoming
+    ended = time.perf_counter()
+    rest = stops.add(decoder.finish(), last=True)
+    if stops.found:
+        reason = "stop"
+    pieces.append(rest)
+    result = Generation(
+        text="".join(pieces),
+        tokens=tokens,
+        finish_reason=reason,
+        prompt_tokens=len(ids),
+        timings=Timings(first - started, ended - first),
+        seed=sampler.seed,
+        cache_bytes=cache.bytes_held(),
+    )
+    yield Piece(rest, result)
+
+
+def prefill(model: LoadedModel, ids: Sequence[int], cache: Cache) -> mx.array:
+    """Feed ids to the cache, chunk by chunk -> logits (1, V) behind the last one."""
+    hidden = None
+    for start in range(0, len(ids), PREFILL_CHUNK):
+        chunk = mx.array(list(ids[start : start + PREFILL_CHUNK]), mx.int32)
+        hidden = model.model(chunk, cache)
+        cache.advance(chunk.size)
+        mx.async_eval(hidden, cache.keys, cache.values)
+    assert hidden is not None
+    return model.model.logits(hidden[-1:])
+
+
+def decode_step(model: LoadedModel, cache: Cache) -> Callable[[mx.array], mx.array]:
+    """A function token (1,) -> logits (1, V) that appends to the cache.
+
+    Traced once and replayed where the backend allows it: every step has the same shapes, and the
+    position is data.
+    """
+
+    layers = len(cache.keys)
+
+    def step(inputs: list[mx.array]) -> list[mx.array]:
+        """token, offset, keys, values -> logits, keys, values."""
+        token, offset, *held = inputs
+        seen = cache.bound(held[:layers], held[layers:], offset)
+        logits = model.model.logits(model.model(token, seen))
+        return [logits, *seen.keys, *seen.values]
+
+    run = _launch.backend().traced(step)
+
+    def advance(token: mx.array) -> mx.array:
+        logits, *held = run([token, cache.offset, *cache.keys, *cache.values])
+        cache.keys, cache.values = held[:layers], held[layers:]
+        cache.advance(1)
+        return logits
+
+    return advance

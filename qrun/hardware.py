@@ -1,0 +1,81 @@
+"""What this machine is: MLX's backend, device name, measured memory bandwidth."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+import time
+from functools import cache
+
+from qrun.errors import BackendError
+
+
+def require_mlx() -> None:
+    """Raise BackendError, with the command to run, where MLX cannot be imported."""
+    try:
+        import mlx.core  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        if sys.platform == "linux" and "libmlx" in str(error):
+            raise BackendError(
+                "MLX is installed without a backend",
+                hint='run: pip install "mlx[cpu]==0.32.4"   (or mlx[cuda13], mlx[cuda12])',
+            ) from None
+        raise BackendError(
+            f"MLX does not load: {str(error).splitlines()[0]}", hint='run: pip install "qrun[cpu]"'
+        ) from None
+
+
+def device_name() -> str:
+    """The name of the processor that runs the model."""
+    import mlx.core as mx
+
+    if mx.default_device().type == mx.gpu:
+        return str(mx.device_info().get("device_name", "GPU"))
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
+        return names[0]
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()
+
+
+@cache
+def read_bandwidth() -> float:
+    """Bytes a second that this machine reads from memory, measured once a process (about 0.1 s)."""
+    import mlx.core as mx
+
+    from qrun.ops import _launch
+
+    if mx.default_device().type == mx.cpu and _launch.native_problem() is None:
+        from qrun import _ext
+
+        return _ext.read_bandwidth(256 << 20, _ext.threads()) * 1e9
+    import numpy as np
+
+    # A GPU's reduction reads at memory speed; on a CPU MLX's does not, numpy's does.
+    on_cpu = mx.default_device().type == mx.cpu
+    block = np.ones(1 << 26, np.float32)
+    device_block = None if on_cpu else mx.array(block)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        if device_block is None:
+            block.max()
+        else:
+            mx.eval(mx.max(device_block))
+        best = min(best, time.perf_counter() - start)
+    return block.nbytes / best
+
+
+def peak_memory() -> int:
+    """The process's largest resident size so far, bytes; on a GPU MLX's peak as well."""
+    import mlx.core as mx
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if mx.default_device().type == mx.gpu:
+        return max(resident, mx.get_peak_memory())
+    return resident

@@ -1,0 +1,170 @@
+"""A folder or hub id -> a model ready to run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, cast
+
+import mlx.core as mx
+
+from qrun.cache import Cache, CacheSpec
+from qrun.checkpoint import Checkpoint
+from qrun.config import Config, read_json
+from qrun.errors import CheckpointError, UsageError
+from qrun.hub import locate
+from qrun.ops import _launch
+from qrun.paths import MODELS
+from qrun.tokenizer import Tokenizer
+from qrun.weights import Declared, Weights
+
+# model_type of config.json -> the file in models/, where the names differ
+ALIASES = {"mistral": "llama"}
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+class Model(Protocol):
+    """What a file in models/ defines under the name `Model`."""
+
+    cache_specs: Sequence[CacheSpec]
+
+    def __init__(self, config: Config, weights: Weights) -> None: ...
+    def __call__(self, ids: mx.array, cache: Cache) -> mx.array:
+        """ids (M,) int32 behind the cache's end -> hidden states (M, K)."""
+        ...
+
+    def logits(self, x: mx.array) -> mx.array:
+        """Hidden states (M, K) -> logits (M, V)."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, its tokenizer, and what a generation needs to know of both."""
+
+    model: Model
+    tokenizer: Tokenizer
+    folder: Path
+    dtype: mx.Dtype
+    context: int  # positions the model was made for
+    eos: frozenset[int]  # any of these ends the text
+    step_bytes: int  # weight bytes that one decode step reads
+    load_seconds: float
+    notes: list[str] = field(default_factory=list[str])  # for --verbose
+
+    def new_cache(self, capacity: int) -> Cache:
+        """An empty cache with room for `capacity` positions."""
+        return Cache(self.model.cache_specs, capacity, self.dtype)
+
+
+def load(
+    model: str | os.PathLike[str], *, revision: str | None = None, dtype: str | None = None
+) -> LoadedModel:
+    """Load a 4-bit model from a folder or a hub id such as "owner/name".
+
+    revision: of the hub repository. dtype: float32, float16 or bfloat16 for activations and cache;
+    by default float32 on a CPU, and the checkpoint's 16-bit type on a GPU.
+    Raises ModelNotFoundError or CheckpointError, each in one line that names the file.
+    """
+    start = time.perf_counter()
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
+    folder = locate(model, revision=revision)
+    config = Config(read_json(folder / "config.json"), str(folder / "config.json"))
+    build = model_class(config)
+    checkpoint = Checkpoint(folder)
+    compute = DTYPES[dtype] if dtype else default_dtype(checkpoint)
+    problem = _launch.native_problem()
+    if problem and mx.default_device().type == mx.cpu:
+        warnings.warn(f"{problem}: using MLX's own slow CPU product", stacklevel=2)
+    weights = Weights(checkpoint, Declared(config), compute)
+    built = build(config, weights)
+    weights.finish(folder)
+    tokenizer = Tokenizer(folder)
+    context = config.int("max_position_embeddings", 2048)
+    tied = config.bool("tie_word_embeddings", False)
+    notes = [f"{name}: formats differ, so these run one by one" for name in weights.slow]
+    ignored = [key for key in config.unread() if key not in HARMLESS]
+    if ignored:
+        notes.append(f"config.json: not used: {', '.join(ignored)}")
+    return LoadedModel(
+        model=built,
+        tokenizer=tokenizer,
+        folder=folder,
+        dtype=compute,
+        context=context,
+        eos=stop_tokens(folder, config, tokenizer),
+        step_bytes=checkpoint.nbytes - (0 if tied else _embedding_bytes(checkpoint)),
+        load_seconds=time.perf_counter() - start,
+        notes=notes,
+    )
+
+
+def model_class(config: Config) -> Callable[[Config, Weights], Model]:
+    """The class `Model` of models/<model_type>.py."""
+    kind = config.str("model_type")
+    name = ALIASES.get(kind, kind)
+    path = MODELS / f"{name}.py"
+    if not re.fullmatch(r"\w+", name) or not path.exists():
+        known = sorted({p.stem for p in MODELS.glob("*.py")} | set(ALIASES))
+        raise CheckpointError(
+            f"{config.where}: architecture {kind!r} is not supported (known: {', '.join(known)})"
+        )
+    spec = importlib.util.spec_from_file_location(f"qrun_models_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return cast("Callable[[Config, Weights], Model]", module.Model)
+
+
+def default_dtype(checkpoint: Checkpoint) -> mx.Dtype:
+    """float32 on a CPU; on a GPU the type of the scales, or of the norms in a dense checkpoint."""
+    if mx.default_device().type == mx.cpu or _launch.backend().NAME == "mlx":
+        return mx.float32
+    types = {"F16": mx.float16, "BF16": mx.bfloat16}
+    for ending in (".scales", "norm.weight", ".weight"):
+        for name, tensor in checkpoint.tensors.items():
+            if name.endswith(ending) and tensor.dtype in types:
+                return types[tensor.dtype]
+    return mx.float32
+
+
+def stop_tokens(folder: Path, config: Config, tokenizer: Tokenizer) -> frozenset[int]:
+    """The union of what config.json, generation_config.json and the tokenizer call the end."""
+    ids = set(config.ints("eos_token_id"))
+    path = folder / "generation_config.json"
+    if path.exists():
+        try:
+            ids |= set(Config(read_json(path), str(path)).ints("eos_token_id"))
+        except CheckpointError as error:
+            warnings.warn(f"ignored: {error}", stacklevel=2)
+    if tokenizer.eos is not None:
+        ids.add(tokenizer.eos)
+    return frozenset(ids)
+
+
+def _embedding_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of the input embedding: a step reads one row of it, not the table."""
+    return sum(
+        t.stop - t.start for n, t in checkpoint.tensors.items() if ".embed_tokens." in f".{n}"
+    )
+
+
+# Keys that describe training, bookkeeping or other software: ignoring them changes no result.
+HARMLESS = frozenset(
+    {
+        "_name_or_path", "architectures", "attention_dropout", "attn_implementation",
+        "bos_token_id", "dtype", "embd_pdrop", "eos_token_id", "hidden_dropout",
+        "initializer_range", "is_llama_config", "layer_types", "max_window_layers", "model_type",
+        "pad_token_id", "pretraining_tp", "quantization", "quantization_config", "resid_pdrop",
+        "rope_interleaved", "tokenizer_class", "torch_dtype", "transformers.js_config",
+        "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+    }
+)  # fmt: skip

@@ -1,0 +1,82 @@
+"""The only place that asks which backend runs.
+
+A backend is a module with the functions of `Backend`. Each takes arguments that the op's door has
+checked already. Choice: CUDA or Metal when MLX's default device is such a GPU, else the native
+CPU kernels of `qrun._ext`, else MLX's own products in float32 (right, and slow on a CPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from qrun.ops.matrix import QuantizedMatrix
+
+Norm = tuple[
+    mx.array, float
+]  # RMS-norm weight (K,) and epsilon, applied to x in front of a product
+
+
+Step = Callable[[list[mx.array]], list[mx.array]]
+
+
+class Backend(Protocol):
+    """What a backend provides. See the op files for shapes and meaning."""
+
+    NAME: str
+    # Products of more rows than this are qmm's.
+    QMV_ROWS: int
+
+    # A function of arrays that always have the same shapes, traced once and replayed.
+    traced: Callable[[Step], Step]
+    pack: Callable[[QuantizedMatrix], mx.array | None]
+    qmv: Callable[..., mx.array]
+    qmm: Callable[..., mx.array]
+    sdpa: Callable[..., mx.array]
+    rope: Callable[..., tuple[mx.array, mx.array, mx.array]]
+    rms_norm: Callable[[mx.array, mx.array, float], mx.array]
+    embedding: Callable[..., mx.array]
+    swiglu: Callable[[mx.array], mx.array]
+    argmax: Callable[[mx.array], mx.array]
+    sample: Callable[..., mx.array]
+
+
+def backend() -> Backend:
+    """The backend for MLX's current default device."""
+    return _backend(mx.default_device().type == mx.cpu)
+
+
+@cache
+def _backend(on_cpu: bool) -> Backend:
+    if on_cpu:
+        return _load("_cpu" if native_problem() is None else "_mlx")
+    gpu = "_metal" if mx.metal.is_available() else "_cuda"
+    return _load(gpu if find_spec(f"qrun.ops.{gpu}") else "_mlx")
+
+
+def _load(name: str) -> Backend:
+    return cast(Backend, import_module(f"qrun.ops.{name}"))
+
+
+@cache
+def native_problem() -> str | None:
+    """Why the native CPU kernels cannot run, in one line; None if they can."""
+    if not find_spec("qrun._ext"):
+        return "qrun was installed without its native CPU kernels (no C++ compiler was found)"
+    try:
+        ext: Any = import_module("qrun._ext")
+    except ImportError as error:
+        return f"qrun's native CPU kernels do not load ({str(error).splitlines()[0]})"
+    installed = cast(Any, mx).__version__
+    if ext.mlx_version != installed:
+        return (
+            f"qrun's native CPU kernels were built for mlx {ext.mlx_version}, "
+            f"but mlx {installed} is installed"
+        )
+    return None

@@ -1,0 +1,173 @@
+"""Rotary frequencies of every scaling rule, and the cos/sin table that the rope op reads.
+
+A rule is data: frequencies in float64, perhaps depending on the length, and one factor on the
+cosines and sines. Sources: linear (Chen et al., 2023), dynamic NTK, YaRN (Peng et al., 2023),
+LongRoPE (Ding et al., 2024), llama3 (the Llama 3.1 release).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from qrun.config import Config
+from qrun.errors import CheckpointError
+
+Frequencies: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Angles of one kind of layer: position * inv_freq(length), cos and sin times `factor`."""
+
+    inv_freq: Callable[[int], Frequencies]
+    factor: float = 1.0
+
+    def table(self, capacity: int, length: int | None = None) -> mx.array:
+        """cos and sin of positions 0 .. capacity-1, float32 (capacity, R/2, 2).
+
+        The angles are computed in float64: float32 would be off by 1e-3 radians at position 9,000.
+        `length` is the number of positions in use, for rules that depend on it.
+        """
+        angle = np.arange(capacity)[:, None] * self.inv_freq(length or capacity)
+        pair = np.stack([np.cos(angle), np.sin(angle)], axis=-1) * self.factor
+        return mx.array(pair.astype(np.float32))
+
+
+def rope_from(config: Config, dim: int, *, layer_type: str | None = None) -> Rope:
+    """Read the rule: new-style `rope_parameters`, or `rope_theta` and `rope_scaling`.
+
+    dim: rotated dims R of a head. layer_type: key of a nested `rope_parameters`, if there is one.
+    """
+    parameters = config.level("rope_parameters")
+    if parameters is not None:
+        if layer_type is not None and layer_type in parameters:
+            parameters = parameters.level(layer_type)
+        scaling = parameters
+    else:
+        scaling = config.level("rope_scaling")
+    theta = config.float("rope_theta", 10000.0)
+    if scaling is None:
+        return _fixed(_plain(theta, dim))
+    theta = scaling.float("rope_theta", theta)
+    if theta <= 0:
+        raise CheckpointError(f"{scaling.where}: rope_theta must be positive, but is {theta}")
+    kind = scaling.str("rope_type", scaling.str("type", "default"))
+    if kind not in _RULES:
+        raise CheckpointError(
+            f"{scaling.where}: rope type {kind!r} is not supported (known: {', '.join(_RULES)})"
+        )
+    return _RULES[kind](scaling, config, theta, dim)
+
+
+def _plain(theta: float, dim: int) -> Frequencies:
+    return theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+
+
+def _fixed(inv_freq: Frequencies, factor: float = 1.0) -> Rope:
+    return Rope(lambda length: inv_freq, factor)
+
+
+def _default(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
+    return _fixed(_plain(theta, dim))
+
+
+def _linear(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
+    return _fixed(_plain(theta, dim) / _factor(scaling))
+
+
+def _llama3(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
+    inv_freq = _plain(theta, dim)
+    factor = _factor(scaling)
+    low, high = scaling.float("low_freq_factor"), scaling.float("high_freq_factor")
+    original = scaling.int("original_max_position_embeddings")
+    if not 0 < low < high:
+        raise CheckpointError(f"{scaling.where}: low_freq_factor must lie under high_freq_factor")
+    # turns: how often a frequency goes round within the original context.
+    turns = original * inv_freq / (2 * math.pi)
+    keep = np.clip((turns - low) / (high - low), 0, 1)
+    return _fixed(inv_freq * (keep + (1 - keep) / factor))
+
+
+def _dynamic(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
+    factor, original = _factor(scaling), _original(scaling, config)
+
+    def inv_freq(length: int) -> Frequencies:
+        if length <= original:
+            return _plain(theta, dim)
+        stretch = factor * length / original - (factor - 1)
+        return _plain(theta * stretch ** (dim / (dim - 2)), dim)
+
+    return Rope(inv_freq)
+
+
+def _yarn(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
+    factor, original = _factor(scaling), _original(scaling, config)
+    fast, slow = scaling.float("beta_fast", 32.0), scaling.float("beta_slow", 1.0)
+
+    def dim_of(turns: float) -> float:
+        """The pair that goes round `turns` times within the original context."""
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dim_of(fast), dim_of(slow)
+    if scaling.bool("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    inv_freq = _plain(theta, dim)
+    inv_freq = inv_freq * (1 - ramp) + inv_freq / factor * ramp
+
+    def magnitude(m: float) -> float:
+        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    both = "mscale" in scaling and "mscale_all_dim" in scaling
+    if "attention_factor" in scaling:
+        attention = scaling.float("attention_factor")
+    elif both:
+        attention = magnitude(scaling.float("mscale")) / magnitude(scaling.float("mscale_all_dim"))
+    else:
+        attention = magnitude(1.0)
+    return _fixed(inv_freq, attention)
+
+
+def _longrope(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
+    original = _original(scaling, config)
+    longest = config.int("max_position_embeddings", original)
+    short = _plain(theta, dim) / np.array(scaling.floats("short_factor", dim // 2))
+    long = _plain(theta, dim) / np.array(scaling.floats("long_factor", dim // 2))
+    stretch = scaling.float("factor", longest / original)
+    factor = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    factor = scaling.float("attention_factor", factor)
+    return Rope(lambda length: short if length <= original else long, factor)
+
+
+def _factor(scaling: Config) -> float:
+    factor = scaling.float("factor")
+    if factor <= 0:
+        raise CheckpointError(f"{scaling.where}: factor must be positive, but is {factor}")
+    return factor
+
+
+def _original(scaling: Config, config: Config) -> int:
+    """The context the model was first trained with. Phi keeps it beside rope_scaling, not in it."""
+    key = "original_max_position_embeddings"
+    if key in scaling:
+        return scaling.int(key)
+    return config.int(key, config.int("max_position_embeddings"))
+
+
+_RULES: dict[str, Callable[[Config, Config, float, int], Rope]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,
+    "llama3": _llama3,
+}

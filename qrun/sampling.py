@@ -1,0 +1,120 @@
+"""From logits to a token: logit bias and penalties here, then the ops `argmax` or `sample`."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from qrun import ops
+from qrun.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. The default is greedy. Raises UsageError for a value out of range.
+
+    temperature: 0 is greedy. top_k: keep the k likeliest, 0: all. top_p: keep the likeliest that
+    together reach p (Holtzman et al., 2020). min_p: keep those of at least p times the likeliest.
+    repetition_penalty: logits of tokens in prompt or text are divided (positive) or multiplied
+    (negative) by it (Keskar et al., 2019). presence_penalty, frequency_penalty: subtracted once,
+    or once per occurrence, for tokens generated so far. logit_bias: token id -> added to its logit.
+    seed: same seed, same text; None draws one.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, text: str) -> None:
+            if not ok:
+                raise UsageError(text)
+
+        need(self.temperature >= 0, f"temperature must be 0 or more, but is {self.temperature}")
+        need(math.isfinite(self.temperature), "temperature must be finite")
+        need(self.top_k >= 0, f"top_k must be 0 or more, but is {self.top_k}")
+        need(0 < self.top_p <= 1, f"top_p must lie in (0, 1], but is {self.top_p}")
+        need(0 <= self.min_p <= 1, f"min_p must lie in [0, 1], but is {self.min_p}")
+        need(
+            0 < self.repetition_penalty < math.inf,
+            f"repetition_penalty must be positive, but is {self.repetition_penalty}",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            need(math.isfinite(getattr(self, name)), f"{name} must be finite")
+        need(
+            self.seed is None or 0 <= self.seed < 1 << 64,
+            f"seed must lie in 0 .. 2**64-1, but is {self.seed}",
+        )
+
+
+class Sampler:
+    """One generation's choices. Keeps what penalties need: counts of tokens, on the device."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab: int) -> None:
+        """vocab: ids at or above it are never chosen (logits may be wider than the tokenizer)."""
+        self.sampling = s = sampling
+        self.vocab = vocab
+        for token, value in s.logit_bias.items():
+            if not 0 <= token < vocab:
+                raise UsageError(f"logit_bias: token {token} is not in 0 .. {vocab - 1}")
+            if not math.isfinite(value):
+                raise UsageError(f"logit_bias of token {token} must be finite, but is {value}")
+        self.bias: mx.array | None = None
+        if s.logit_bias:
+            bias = np.zeros(vocab, np.float32)
+            bias[list(s.logit_bias)] = list(s.logit_bias.values())
+            self.bias = mx.array(bias)
+        self.seed = int.from_bytes(os.urandom(4), "little") if s.seed is None else s.seed
+        self.key = mx.random.key(self.seed)
+        self.counts: mx.array | None = None  # of generated tokens, float32 (V,)
+        self.in_prompt: mx.array | None = None
+        if s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty:
+            self.counts = mx.zeros((vocab,))
+            seen = np.zeros(vocab, np.bool_)
+            seen[[i for i in prompt if i < vocab]] = True
+            self.in_prompt = mx.array(seen.tolist())
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """logits (1, V) -> the token, int32 (1,); -1 if any logit is NaN or infinite."""
+        s = self.sampling
+        if logits.shape[-1] > self.vocab:
+            logits = logits[:, : self.vocab]
+        if self.bias is not None:
+            logits = logits + self.bias
+        if self.counts is not None and self.in_prompt is not None:
+            logits = penalized(logits, self.counts, self.in_prompt, s)
+        if s.temperature == 0:
+            token = ops.argmax(logits)
+        else:
+            self.key, key = mx.random.split(self.key)
+            token = ops.sample(
+                logits,
+                mx.random.uniform(shape=(logits.shape[0],), key=key),
+                temperature=s.temperature,
+                top_k=s.top_k,
+                top_p=s.top_p,
+                min_p=s.min_p,
+            )
+        if self.counts is not None:
+            self.counts = self.counts.at[token].add(1)
+        return token
+
+
+def penalized(logits: mx.array, counts: mx.array, in_prompt: mx.array, s: Sampling) -> mx.array:
+    """Repetition, frequency and presence penalties; counts and in_prompt (V,)."""
+    generated = counts > 0
+    if s.repetition_penalty != 1:
+        weaker = mx.where(logits > 0, 1 / s.repetition_penalty, s.repetition_penalty)
+        logits = mx.where(generated | in_prompt, logits * weaker, logits)
+    return logits - counts * s.frequency_penalty - generated * s.presence_penalty

@@ -1,0 +1,160 @@
+"""Text -> ids, ids -> text, and text as it streams."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import tokenizers
+
+from qrun.chat import Message, find_template, render
+from qrun.config import read_json
+from qrun.errors import CheckpointError, UsageError
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.json with its chat template and special tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            other = [n for n in ("tokenizer.model", "tekken.json") if (folder / n).exists()]
+            what = f"only {other[0]}" if other else "no tokenizer"
+            raise CheckpointError(
+                f"{folder} has {what}; qrun needs tokenizer.json",
+                hint="convert it with transformers: AutoTokenizer(...).save_pretrained(...)"
+                if other
+                else None,
+            )
+        try:
+            self.inner: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(f"{path} cannot be used: {str(error).splitlines()[0]}") from None
+        settings = folder / "tokenizer_config.json"
+        config = read_json(settings) if settings.exists() else {}
+        self.special = {k: _content(config[k]) for k in _SPECIAL if config.get(k)}
+        self.template = find_template(folder, config)
+        self.eos = self.id_of(self.special.get("eos_token"))
+        self.bos = self.id_of(self.special.get("bos_token"))
+        vocab = cast("dict[str, int]", self.inner.get_vocab(with_added_tokens=True))
+        self.size = max(vocab.values(), default=-1) + 1  # ids at or above it mean nothing
+        added: dict[int, Any] = self.inner.get_added_tokens_decoder()
+        self._silent = {i for i, token in added.items() if token.special}
+
+    def id_of(self, token: str | None) -> int | None:
+        """The id of a token's exact text, None if there is none."""
+        return None if token is None else self.inner.token_to_id(token)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain prompt, with the special tokens the tokenizer adds; never two BOS."""
+        ids: list[int] = self.inner.encode(text).ids
+        if self.bos is not None and ids[:2] == [self.bos, self.bos]:
+            return ids[1:]
+        return ids
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation through the chat template, which writes every special token itself.
+
+        Without a template: the contents of the messages, as a plain prompt.
+        """
+        if self.template is None:
+            return self.encode("\n\n".join(str(m["content"]) for m in messages))
+        text = render(self.template, messages, self.special)
+        return self.inner.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        return self.inner.decode(list(ids), skip_special_tokens=True)
+
+    def settles(self, token: int) -> bool:
+        """Whether the text in front of a token is final once the token has come.
+
+        Not so behind one raw byte, sentencepiece-style, since runs of bytes are decoded as a whole;
+        nor behind a token that `decode` leaves out: the run goes on after it.
+        """
+        text = self.inner.id_to_token(token)
+        return text is not None and token not in self._silent and not _BYTE.fullmatch(text)
+
+
+class StreamingDecoder:
+    """Text piece by piece; all pieces joined equal `decode` of all ids.
+
+    A piece is held back while later tokens could still change it: an incomplete character decodes
+    to U+FFFD, and a run of byte tokens is decoded as a whole. Each step decodes only the ids since
+    the last piece, with the piece before in front, since a decoder may treat the first token of
+    a text in its own way (a leading space).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._front = 0  # ids before this are no longer needed
+        self._done = 0  # ids before this have been printed
+        self._printed = 0  # characters printed
+
+    def add(self, token: int) -> str:
+        """The text that is certain after one more token; often empty."""
+        self._ids.append(token)
+        if not self._tokenizer.settles(token):
+            return ""
+        before = self._tokenizer.decode(self._ids[self._front : self._done])
+        text = self._tokenizer.decode(self._ids[self._front :])
+        if text.endswith("\ufffd") or len(text) <= len(before):
+            return ""
+        if before or self._done == 0:
+            self._front = self._done
+        self._done = len(self._ids)
+        self._printed += len(text) - len(before)
+        return text[len(before) :]
+
+    def finish(self) -> str:
+        """What was still held back."""
+        return self._tokenizer.decode(self._ids)[self._printed :]
+
+
+class StopFinder:
+    """Finds stop strings in streamed text, also across pieces, and prints no part of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if any(not s for s in stops):
+            raise UsageError("a stop string must not be empty")
+        self._stops = list(stops)
+        self._held = ""
+        self.found = False
+
+    def add(self, text: str, *, last: bool = False) -> str:
+        """The part of the text so far that can be printed. After a find: nothing more."""
+        if self.found:
+            return ""
+        self._held += text
+        # The one completed first counts, so that the result does not depend on how text is cut.
+        found = [(i + len(s), i) for s in self._stops if (i := self._held.find(s)) >= 0]
+        if found:
+            self.found = True
+            return self._held[: min(found)[1]]
+        keep = 0 if last else self._undecided()
+        ready = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return ready
+
+    def _undecided(self) -> int:
+        """Length of the longest end of the held text that begins some stop string."""
+        longest = 0
+        for stop in self._stops:
+            for n in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:n]):
+                    longest = n
+                    break
+        return longest
+
+
+def _content(value: Any) -> str:
+    """A special token's text: written plainly, or as an added-token object."""
+    if isinstance(value, dict):
+        return str(cast("dict[str, Any]", value).get("content", ""))
+    return str(value)
