@@ -108,7 +108,8 @@ class RopeOp : public CpuPrimitive {
     a.k_cache = out[1].data<char>();
     a.v_cache = out[2].data<char>();
     const int rows = in[4].shape(0);
-    enqueue(stream(), [a, rows, offset = reinterpret_cast<const int*>(dense(in[3], stream()))]() mutable {
+    enqueue(stream(), [given = a, rows, offset = reinterpret_cast<const int*>(dense(in[3], stream()))] {
+          Rope a = given;
           a.offset = *offset;
           if (a.offset < 0 || a.offset + a.length > std::min(a.capacity, rows))
             throw std::out_of_range("rope: positions " + std::to_string(a.offset) + " to " +
@@ -139,7 +140,7 @@ class SdpaOp : public CpuPrimitive {
     a.v_cache = in[2].data<char>();
     a.y = allocate<char>(out[0]);
     const int group = a.heads / a.kv_heads, rows = group * a.length;
-    a.tile = std::min(rows, 8);
+    a.tile = std::min(rows, 16);
     const int units = a.batch * a.kv_heads * ((rows + a.tile - 1) / a.tile);
     const int most_chunks = (a.capacity + a.chunk - 1) / a.chunk;
     // Few tiles: share their chunks out as well. The split changes no bit of the result.
@@ -148,7 +149,14 @@ class SdpaOp : public CpuPrimitive {
     if (split)
       a.partial = static_cast<float*>(
           scratch(sizeof(float) * units * most_chunks * a.tile * per_row, stream()));
-    enqueue(stream(), [a, units, offset = reinterpret_cast<const int*>(dense(in[3], stream()))]() mutable {
+    const size_t heads = static_cast<size_t>(a.batch) * a.kv_heads;
+    if (units >= 4 * a.batch * a.kv_heads)
+      a.turned = static_cast<float*>(
+          scratch(sizeof(float) * heads * ((a.capacity + 63) / 64 * 64) * a.head_dim, stream()));
+    // Each run starts from `given`: a recorded task runs again with another offset.
+    enqueue(stream(), [given = a, units, heads,
+                       offset = reinterpret_cast<const int*>(dense(in[3], stream()))] {
+          Sdpa a = given;
           a.offset = *offset;
           const int keys = a.offset + a.length;
           if (a.offset < 0 || keys > a.capacity)
@@ -156,6 +164,11 @@ class SdpaOp : public CpuPrimitive {
                                     std::to_string(a.capacity));
           a.chunks = (keys + a.chunk - 1) / a.chunk;
           if (a.chunks == 1) a.partial = nullptr;
+          if (a.turned) {
+            a.turned_keys = (keys + 63) / 64 * 64;  // whole blocks
+            parallel(static_cast<int>(heads) * a.turned_keys / 16, 16,
+                     [&](int i0, int i1) { kernels().sdpa_turn(a, i0, i1); });
+          }
           const size_t bytes = 2 * size_of(a.cache_type) * a.head_dim * std::min(keys, a.chunk);
           const int items = a.partial ? units * a.chunks : units;
           const int step = static_cast<int>(std::max<size_t>(1, (16 << 10) / bytes));
