@@ -2,6 +2,8 @@
 // fixed meaning for a whole warp. Nothing else in the tree contains asm.
 #pragma once
 
+#include "types.cuh"
+
 namespace qrun {
 
 // The launch's dynamic shared memory; 16-byte aligned.

@@ -8,16 +8,14 @@
 //                row g+8  the same k         one more
 //
 // The tile is operand a of mma.m16n8k16, x is operand b: k may come in any order as long as both agree.
-// A word holds codes n0 .. n7. Masked where they lie, without a shift or a subtraction, nibbles are
-// 16-bit subnormals, which tensor cores multiply exactly:
+// A word holds codes n0 .. n7, and its nibbles are operands nearly where they lie (subnormal.cuh):
 //
-//   w      & 000f000f   (n0, n4) -> q  * 2^-133 in bf16, 2^-24 in fp16      even: a[0], a[1]
-//   w >> 8 & 000f000f   (n2, n6)                                            even: a[2], a[3]
-//   w      & 00f000f0   (n1, n5) -> 16 times that                           odd:  a[0], a[1]
-//   w >> 8 & 00f000f0   (n3, n7)                                            odd:  a[2], a[3]
+//   w      & 000f000f   (n0, n4)               even: a[0], a[1]
+//   w >> 8 & 000f000f   (n2, n6)               even: a[2], a[3]
+//   w      & 00f000f0   (n1, n5) times 16      odd:  a[0], a[1]
+//   w >> 8 & 00f000f0   (n3, n7) times 16      odd:  a[2], a[3]
 //
-// Even and odd nibbles are two chains of sums; odd / 16 is added in float32. x in bf16 is multiplied by
-// 2^64 so that no product falls below float32's range; all factors are powers of two, hence exact.
+// Even and odd nibbles are two chains of sums; odd / 16 is added in float32.
 //
 // The four lanes of a quad (t) hold PARTS = 128 / GROUP groups. Their sums stay apart because the 8
 // columns of b are PARTS bands of COLS rows of x each, and a band is zero where t belongs to another
@@ -28,25 +26,12 @@
 // The biases multiply the group sums of x, in float32.
 #pragma once
 
-#include "../common/types.cuh"
-
 #include "../common/epilogue.cuh"
 #include "../common/ptx.cuh"
 #include "../common/reduce.cuh"
+#include "../common/subnormal.cuh"
 
 namespace qrun {
-
-// Scaling that keeps q * x in float32's range, and what undoes it.
-template <typename T>
-struct Subnormal;
-template <>
-struct Subnormal<bf16> {
-  static constexpr float X = 0x1p64f, UNDO = 0x1p69f;  // q * 2^-133 times x * 2^64
-};
-template <>
-struct Subnormal<f16> {
-  static constexpr float X = 1.0f, UNDO = 0x1p24f;  // q * 2^-24 times x
-};
 
 template <typename T, typename S, int GROUP, int M, int WARPS>
 struct Qmv {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
 from qrun.ops._cuda_launch import Constant, Shape, ceil_div, launch, literal, pointer
@@ -146,7 +148,100 @@ def _plain(
     )[0]
 
 
-qmm = qmv
+
+class MmaTile(NamedTuple):
+    """Warps of a block of qmm_mma.cuh over n, m and k, each with 32 rows of w and tm rows of x."""
+
+    tm: int
+    wn: int
+    wm: int
+    wk: int
+
+    @property
+    def bm(self) -> int:
+        return self.tm * self.wm
+
+    @property
+    def bn(self) -> int:
+        return 32 * self.wn
+
+    def stages(self, group: int) -> tuple[int, int]:
+        """How many fit (four at most), and the bytes of shared memory."""
+        units = 64 // min(group, 64)
+        stage = self.wk * (self.bm * 128 + self.bn * 32 + units * self.bm * 4)
+        count = min(4, SHARED // stage)
+        # The sums at the end take the stages' place.
+        return count, max(count * stage, self.wk * self.bm * (self.bn + 4) * 4)
+
+
+def mma_tile(rows: int, n: int) -> MmaTile:
+    """Few rows: narrow tiles, many blocks, warps that split K. Many: the widest tile."""
+    if rows <= 64:
+        wide = n >= 32 * 4 * 132
+        tm = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        return MmaTile(tm, 4 if wide else 1, 1, 2 if wide else 8)
+    return MmaTile(64, 4, 2, 1)
+
+
+def qmm(
+    x: mx.array,
+    m: QuantizedMatrix,
+    *,
+    norm: Norm | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    if not _tensor_cores(x, m):
+        return _plain(x, m, norm, bias, residual, activation, scale)
+    tile = mma_tile(x.shape[0], m.n)
+    prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
+    return _qmm_mma(prepared, sums, m, tile, bias, residual, activation, scale)
+
+
+def _prepare(x: mx.array, norm: Norm | None, group: int, bm: int) -> list[mx.array]:
+    """x normed and permuted, (M, K to a multiple of 64); sums of its units (units, M to one of bm)."""
+    rows, k = x.shape
+    weight, eps = norm or (None, 0.0)
+    pk, unit = ceil_div(k, 64) * 64, min(group, 64)
+    return launch(
+        "qmm/qmm_prepare.cuh",
+        f"qrun::qmm_prepare<U>(x, {pointer('norm', weight, 'G')}, {literal(eps)}, out, sums, "
+        f"x_shape[1], (x_shape[1] + 63) / 64 * 64, (x_shape[0] + {bm - 1}) / {bm} * {bm});",
+        {"x": x, "norm": weight},
+        {"out": ((rows, pk), x.dtype), "sums": ((pk // unit, ceil_div(rows, bm) * bm), mx.float32)},
+        {"T": x.dtype, "U": unit, "G": mx.float32 if weight is None else weight.dtype},
+        (rows, 1, 1),
+        Shape(min(512, ceil_div(pk, 256) * 32)),
+    )
+
+
+def _qmm_mma(
+    x: mx.array,
+    sums: mx.array,
+    m: QuantizedMatrix,
+    tile: MmaTile,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    rows, columns = x.shape[0], m.n if activation is None else m.n // 2
+    epilogue, constants = _epilogue(bias, residual, activation, scale)
+    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": m.spec.group_size}
+    stages, shared = tile.stages(m.spec.group_size)
+    constants |= {"TM": tile.tm, "WN": tile.wn, "WM": tile.wm, "WK": tile.wk, "STAGES": stages}
+    return launch(
+        "qmm/qmm_mma.cuh",
+        "qrun::QmmMma<T, S, GROUP, TM, WN, WM, WK, STAGES>{x, sums, w, scales, biases, x_shape[0], "
+        f"w_shape[0], w_shape[1] * 8, x_shape[1], sums_shape[1]}}.run({epilogue});",
+        {"x": x, "sums": sums, **_matrix(m), "bias": bias, "residual": residual},
+        {"y": ((rows, columns), x.dtype)},
+        constants,
+        (ceil_div(m.n, tile.bn), ceil_div(rows, tile.bm), 1),
+        Shape(32 * tile.wn * tile.wm * tile.wk, 1, shared),
+    )[0]
 
 
 # --- the small ops --------------------------------------------------------------------------------
