@@ -2,7 +2,7 @@
 // each packed word of w is read once, 16 bytes a lane, and goes to the tensor cores nearly as it is.
 //
 // A block computes 16 rows of w. A step is 128 successive k; the steps are dealt to the block's warps,
-// whose sums meet in shared memory at the end. In one step a warp holds a 16 x 128 tile of codes:
+// whose sums meet in shared memory at the end; the loads of AHEAD steps are under way together. In one step a warp holds a 16 x 128 tile of codes:
 //
 //   lane 4g+t:   row g    k 32t .. 32t+31    one 16-byte load, words j = 0..3, 8 codes each
 //                row g+8  the same k         one more
@@ -33,14 +33,13 @@
 
 namespace qrun {
 
-template <typename T, typename S, int GROUP, int M, int WARPS>
+template <typename T, typename S, int GROUP, int M, int WARPS, int AHEAD>
 struct Qmv {
   static constexpr int THREADS = 32 * WARPS, ROWS = 16, STEP = 128;
   static constexpr int PARTS = STEP / GROUP;               // groups in a step
   static constexpr int COLS = 8 / PARTS;                   // rows of x in one mma
   static constexpr int PASSES = (M + COLS - 1) / COLS;     // mma on one tile of w
   static constexpr int SUMS = PASSES * COLS;               // M, rounded up
-  static constexpr int AHEAD = 2;                          // steps whose loads are under way together
 
   const T* x;       // (M, K)
   const unsigned* w;  // (N, K / 8)
@@ -68,17 +67,19 @@ struct Qmv {
   }
 
   // Codes at 32t of step `step` counted from k0. Nothing outside the arrays is read: zeros instead.
+  // Offsets are 32 bits wide, for w counts words and N * K / 8 < 2^32: registers are short.
   __device__ __forceinline__ Tile load_tile(int k0, int step, int steps) const {
-    const int lane = threadIdx.x % 32, at = k0 + step * STEP + lane % 4 * 32;
+    const int lane = threadIdx.x % 32, row = blockIdx.x * ROWS + lane / 4;
+    const unsigned at = k0 + step * STEP + lane % 4 * 32;
+    const bool inside = step < steps && at < k;
     Tile tile;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int row = blockIdx.x * ROWS + lane / 4 + 8 * i;
       tile.w[i] = make_uint4(0, 0, 0, 0);
       tile.scale[i] = tile.bias[i] = from_float<S>(0.0f);
-      if (row < n && step < steps && at < k) {
-        const long long group = static_cast<long long>(row) * (k / GROUP) + at / GROUP;
-        tile.w[i] = load_stream(w + static_cast<long long>(row) * (k / 8) + at / 8);
+      if (inside && row + 8 * i < n) {
+        const unsigned group = (row + 8 * i) * (unsigned(k) / GROUP) + at / GROUP;
+        tile.w[i] = load_stream(w + ((row + 8 * i) * (unsigned(k) / 8) + at / 8));
         tile.scale[i] = scales[group];
         tile.bias[i] = biases[group];
       }
@@ -91,6 +92,7 @@ struct Qmv {
 #pragma unroll 1
     for (int m = 0; m < M; m++) {
       float sum = 0;
+#pragma unroll 1  // registers are taken: the first codes of w are under way
       for (int u = threadIdx.x; u < k / 8; u += THREADS) {
         float v[8];
         load(v, x + static_cast<long long>(m) * k + u * 8);
@@ -109,6 +111,7 @@ struct Qmv {
   __device__ __forceinline__ void prepare_x(const G* weight, int k0, int steps) const {
     const int units = steps * (STEP / 8);  // of 8 elements: the k of one word of w
     const int all = (M * units + THREADS - 1) / THREADS * THREADS;
+#pragma unroll 1
     for (int i = threadIdx.x; i < all; i += THREADS) {  // all lanes stay: they exchange sums
       const int m = i / units, u = i % units, at = k0 + u * 8;
       float v[8] = {0, 0, 0, 0, 0, 0, 0, 0}, sum = 0;

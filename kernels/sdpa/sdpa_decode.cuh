@@ -47,7 +47,7 @@ template <typename T, typename C, int D, int VEC, int ROWS, int WARPS>
 struct SdpaDecode {
   static constexpr int LANES = 8, KEYS = 32 / LANES * WARPS;     // keys a block works on at once
   static constexpr int RUNS = (D + LANES * VEC - 1) / (LANES * VEC);  // runs of VEC elements a lane
-  static constexpr int OWN = RUNS * VEC, UNROLL = 2;
+  static constexpr int OWN = RUNS * VEC, UNROLL = OWN <= 16 ? 2 : 1;
 
   const T* q;         // (B, H, L, D)
   const C* k_cache;   // (B, Hkv, capacity, D)

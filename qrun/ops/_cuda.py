@@ -72,14 +72,29 @@ def qmv(
 ) -> mx.array:
     if not _tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
+    tile = qmv_tile(x.shape[0], m.k, m.spec.group_size)
+    return _qmv(x, m, tile, norm, bias, residual, activation, scale)
+
+
+def _qmv(
+    x: mx.array,
+    m: QuantizedMatrix,
+    tile: QmvTile,
+    norm: Norm | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
     rows, group = x.shape[0], m.spec.group_size
-    warps, blocks, chunk, shared = qmv_geometry(rows, m.k, group)
+    chunk, shared = tile.chunk(rows, m.k, group)
     weight, eps = norm or (None, 0.0)
     epilogue, constants = _epilogue(bias, residual, activation, scale)
-    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "M": rows, "WARPS": warps}
+    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "M": rows}
+    constants |= {"WARPS": tile.warps, "AHEAD": tile.ahead}
     constants["G"] = mx.float32 if weight is None else weight.dtype
     source = (
-        "qrun::Qmv<T, S, GROUP, M, WARPS>{x, w, scales, biases, w_shape[0], x_shape[1], "
+        "qrun::Qmv<T, S, GROUP, M, WARPS, AHEAD>{x, w, scales, biases, w_shape[0], x_shape[1], "
         f"{chunk}}}.run({pointer('norm', weight, 'G')}, {literal(eps)}, {epilogue});"
     )
     columns = m.n if activation is None else m.n // 2
@@ -90,35 +105,41 @@ def qmv(
         {"y": ((rows, columns), x.dtype)},
         constants,
         (ceil_div(m.n, 16), 1, 1),
-        Shape(32 * warps, blocks, shared),
+        Shape(32 * tile.warps, tile.blocks, shared),
     )[0]
 
 
-def qmv_geometry(rows: int, k: int, group: int) -> tuple[int, int, int, int]:
-    """Warps a block, blocks an SM, k of x held in shared memory at a time, bytes of it.
+class QmvTile(NamedTuple):
+    """Warps of a block of qmv.cuh, blocks an SM shall hold, steps that a warp loads together."""
 
-    Rows of x cost registers: eight sums and four totals a lane for each pass over the columns of
-    an mma (qmv.cuh).
-    """
-    columns = 8 * group // 128
-    passes = ceil_div(rows, columns)
-    if passes == 1:
-        warps, blocks = 16, 2
-    else:
-        warps, blocks = 8, 3 if passes == 2 else 2 if passes <= 4 else 1
-    steps = ceil_div(k, 128)
+    warps: int
+    blocks: int
+    ahead: int
+
+    def chunk(self, rows: int, k: int, group: int) -> tuple[int, int]:
+        """k of x held in shared memory at a time, and the bytes of shared memory."""
+        columns = 8 * group // 128
+        sums = ceil_div(rows, columns) * columns
+        steps = ceil_div(k, 128)
+
+        def needed(chunk: int) -> int:
+            held = chunk * rows * 2 + chunk // group * sums * 4 + rows * 4
+            return max(held, self.warps * rows * 16 * 4)
+
+        limit, parts = SHARED // self.blocks - 2048, 1
+        while needed(ceil_div(steps, parts) * 128) > limit:
+            parts += 1
+        chunk = ceil_div(steps, parts) * 128
+        return chunk, needed(chunk)
+
+
+def qmv_tile(rows: int, k: int, group: int) -> QmvTile:
+    """Each pass over the columns of an mma costs twelve registers a lane (qmv.cuh)."""
+    passes, steps = ceil_div(rows, 8 * group // 128), ceil_div(k, 128)
+    warps, blocks = (16, 2) if passes == 1 else (8, 2) if passes <= 4 else (8, 1)
     while warps > 4 and warps // 2 >= steps:
         warps, blocks = warps // 2, blocks * 2
-
-    def needed(chunk: int) -> int:
-        held = chunk * rows * 2 + chunk // group * passes * columns * 4 + rows * 4
-        return max(held, warps * rows * 16 * 4)
-
-    limit, parts = SHARED // blocks - 2048, 1
-    while needed(ceil_div(steps, parts) * 128) > limit:
-        parts += 1
-    chunk = ceil_div(steps, parts) * 128
-    return warps, blocks, chunk, needed(chunk)
+    return QmvTile(warps, blocks, 2)
 
 
 def _plain(
@@ -174,13 +195,18 @@ class MmaTile(NamedTuple):
         return count, max(count * stage, self.wk * self.bm * (self.bn + 4) * 4)
 
 
-def mma_tile(rows: int, n: int) -> MmaTile:
-    """Few rows: narrow tiles, many blocks, warps that split K. Many: the widest tile."""
+def mma_tile(rows: int, n: int, group: int) -> MmaTile:
+    """Few rows: narrow tiles, many blocks, warps that split K. Many: the widest tile.
+
+    Groups of 32 need twice the factors in registers, so a warp takes half the rows of x.
+    """
+    widest = 32 if group == 32 else 64
     if rows <= 64:
         wide = n >= 32 * 4 * 132
-        tm = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        return MmaTile(tm, 4 if wide else 1, 1, 2 if wide else 8)
-    return MmaTile(64, 4, 2, 1)
+        tm = min(widest, 16 if rows <= 16 else 32 if rows <= 32 else 64)
+        wm = 2 if tm < 64 and rows > 32 else 1
+        return MmaTile(tm, 4 if wide else 1, wm, (2 if wide else 8) // wm)
+    return MmaTile(widest, 4, 2, 1)
 
 
 def qmm(
@@ -195,7 +221,7 @@ def qmm(
 ) -> mx.array:
     if not _tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
-    tile = mma_tile(x.shape[0], m.n)
+    tile = mma_tile(x.shape[0], m.n, m.spec.group_size)
     prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
     return _qmm_mma(prepared, sums, m, tile, bias, residual, activation, scale)
 

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from qrun import paths
 
@@ -81,7 +82,7 @@ def pointer(name: str, array: mx.array | None, kind: str) -> str:
 
 def literal(value: float) -> str:
     """A float32 constant, exact: CUDA C++ reads hexadecimal."""
-    return f"{float(value).hex()}f"
+    return f"{float(np.float32(value)).hex()}f"
 
 
 def ceil_div(a: int, b: int) -> int:
