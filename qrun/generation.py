@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 import mlx.core as mx
 
@@ -174,7 +174,7 @@ def _run(
             if n + 1 < room:
                 upcoming = sampler(step(token))
                 mx.async_eval(upcoming)
-            value = int(token.item())
+            value = int(cast(int, token.item()))
             if n == 0:
                 first = time.perf_counter()
             if value < 0:
@@ -217,7 +217,7 @@ def prefill(model: LoadedModel, ids: Sequence[int], cache: Cache) -> mx.array:
     """Feed ids to the cache, chunk by chunk -> logits (1, V) behind the last one."""
     hidden = None
     for start in range(0, len(ids), PREFILL_CHUNK):
-        chunk = mx.array(ids[start : start + PREFILL_CHUNK], mx.int32)
+        chunk = mx.array(list(ids[start : start + PREFILL_CHUNK]), mx.int32)
         hidden = model.model(chunk, cache)
         cache.advance(chunk.size)
         mx.async_eval(hidden, cache.keys, cache.values)
@@ -231,19 +231,21 @@ def decode_step(model: LoadedModel, cache: Cache) -> Callable[[mx.array], mx.arr
     Traced once and replayed where the backend allows it: every step has the same shapes, and the
     position is data.
     """
-    Arrays = list[mx.array]
 
-    def step(
-        token: mx.array, offset: mx.array, keys: Arrays, values: Arrays
-    ) -> tuple[mx.array, Arrays, Arrays]:
-        held = cache.bound(keys, values, offset)
-        logits = model.model.logits(model.model(token, held))
-        return logits, held.keys, held.values
+    layers = len(cache.keys)
 
-    run = mx.compile(step) if _launch.backend().COMPILES else step
+    def step(inputs: list[mx.array]) -> list[mx.array]:
+        """token, offset, keys, values -> logits, keys, values."""
+        token, offset, *held = inputs
+        seen = cache.bound(held[:layers], held[layers:], offset)
+        logits = model.model.logits(model.model(token, seen))
+        return [logits, *seen.keys, *seen.values]
+
+    run = _launch.backend().traced(step)
 
     def advance(token: mx.array) -> mx.array:
-        logits, cache.keys, cache.values = run(token, cache.offset, cache.keys, cache.values)
+        logits, *held = run([token, cache.offset, *cache.keys, *cache.values])
+        cache.keys, cache.values = held[:layers], held[layers:]
         cache.advance(1)
         return logits
 

@@ -43,7 +43,7 @@ class Rope:
 def rope_from(config: Config, dim: int, *, layer_type: str | None = None) -> Rope:
     """Read the rule: new-style `rope_parameters`, or `rope_theta` and `rope_scaling`.
 
-    dim: rotated dims R of a head. layer_type: key of a nested `rope_parameters`, where there is one.
+    dim: rotated dims R of a head. layer_type: key of a nested `rope_parameters`, if there is one.
     """
     parameters = config.level("rope_parameters")
     if parameters is not None:

@@ -7,7 +7,7 @@ lists them all. What a matrix is stored as is read off its shapes and compared w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import mlx.core as mx
 
@@ -175,7 +175,8 @@ class Weights:
         assert weight is not None
         assert scale is not None
         if offset is not None and offset.dtype != scale.dtype:
-            problems.append(f"{path}.biases is {offset.dtype}, but scales are {scale.dtype}")
+            types = [str(a.dtype).removeprefix("mlx.core.") for a in (offset, scale)]
+            problems.append(f"{path}.biases is {types[0]}, but scales are {types[1]}")
             return None
         return QuantizedMatrix.of(weight, scale, offset, spec)
 
@@ -215,21 +216,21 @@ class Declared:
     """What config.json says of quantization: a global entry, and entries per module path."""
 
     def __init__(self, config: Config) -> None:
-        level = config.level("quantization") or config.level("quantization_config")
+        # Ours alone is called `quantization`; under the other name any software's may stand, with
+        # bits and group_size that mean another format.
+        level = config.level("quantization")
+        if level is None:
+            level = config.level("quantization_config")
+            method = "mlx" if level is None else level.str("quant_method", "mlx")
+            if level is not None and method != "mlx":
+                raise CheckpointError(
+                    f"{level.where}: quantization method {method!r} is not supported",
+                    hint="qrun reads MLX's formats: affine, mxfp4, nvfp4, mxfp8",
+                )
         self.default: Quantization | None = None
-        self.layers: dict[str, Quantization | bool | None] = {}
+        self.layers: dict[str, Quantization | Literal[False]] = {}
         if level is None:
             return
-        if "quant_method" in level and "group_size" not in level:
-            method = level.str("quant_method")
-            raise CheckpointError(
-                f"{level.where}: quantization method {method!r} is not supported",
-                hint="qrun reads MLX's formats: affine, mxfp4, nvfp4, mxfp8",
-            )
-        if "quant_method" in level and level.str("quant_method") != "mlx" and "bits" not in level:
-            raise CheckpointError(
-                f"{level.where}: quantization method {level.str('quant_method')!r} is not supported"
-            )
         self.default = _spec(level)
         for key, value in level.values.items():
             name = key.removeprefix("language_model.")
@@ -241,7 +242,7 @@ class Declared:
             elif value is False:
                 self.layers[name] = False
 
-    def of(self, path: str) -> Quantization | bool | None:
+    def of(self, path: str) -> Quantization | Literal[False] | None:
         """The entry for a module; False: dense; None: config.json says nothing."""
         return self.layers.get(path, self.default)
 

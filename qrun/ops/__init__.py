@@ -1,21 +1,25 @@
 """One file an op: its contract, its float64 reference, the bytes it must move, its launch."""
 
+from qrun.ops.argmax import argmax
 from qrun.ops.embedding import embedding
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.qmm import qmm
 from qrun.ops.qmv import qmv
 from qrun.ops.rms_norm import rms_norm
 from qrun.ops.rope import rope
+from qrun.ops.sample import sample
 from qrun.ops.sdpa import sdpa
 from qrun.ops.swiglu import swiglu
 
 __all__ = [
     "QuantizedMatrix",
+    "argmax",
     "embedding",
     "qmm",
     "qmv",
     "rms_norm",
     "rope",
+    "sample",
     "sdpa",
     "swiglu",
 ]

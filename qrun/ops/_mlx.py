@@ -10,12 +10,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun.ops._launch import Norm
+from qrun.ops._launch import Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
+from qrun.ops.sample import on_device
 
 NAME = "mlx"
-COMPILES = False
 QMV_ROWS = 8
+
+sample = on_device
+
+
+def traced(step: Step) -> Step:
+    return step  # mx.compile would need a C++ compiler at run time on a CPU
 
 
 def pack(m: QuantizedMatrix) -> mx.array | None:
@@ -88,6 +94,12 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 def swiglu(gate_up: mx.array) -> mx.array:
     return epilogue(gate_up.astype(mx.float32), None, None, "swiglu").astype(gate_up.dtype)
+
+
+def argmax(logits: mx.array) -> mx.array:
+    # A sum is finite only if every term is: one pass, and no wait for the device.
+    finite = mx.isfinite(mx.sum(logits.astype(mx.float32), axis=-1))
+    return mx.where(finite, mx.argmax(logits, axis=-1).astype(mx.int32), -1)
 
 
 def embedding(ids: mx.array, m: QuantizedMatrix, *, dtype: mx.Dtype, scale: float) -> mx.array:
