@@ -14,7 +14,9 @@ import mlx.core as mx
 import numpy as np
 
 from qrun import paths
+from qrun.ops.matrix import QuantizedMatrix
 
+MICRO = {"mxfp4": 0, "nvfp4": 1, "mxfp8": 2}  # enum Micro of common/dequantize.cuh
 Constant = bool | int | mx.Dtype
 
 
@@ -88,3 +90,19 @@ def literal(value: float) -> str:
 def ceil_div(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
+
+
+def matrix(m: QuantizedMatrix) -> dict[str, mx.array | None]:
+    if m.w is None or m.scales is None:
+        raise ValueError("this matrix was packed for another backend")
+    return {"w": m.w, "scales": m.scales, "biases": m.biases}
+
+
+def scheme_of(m: QuantizedMatrix, k: str) -> tuple[str, dict[str, Constant]]:
+    """The C++ expression of a matrix of any format, and its constants."""
+    if m.spec.mode != "affine":
+        return f"qrun::MicroScaled<MODE>{{w, scales, {k}}}", {"MODE": MICRO[m.spec.mode]}
+    return (
+        f"qrun::Affine<S, BITS, GROUP>{{w, scales, biases, {k}}}",
+        {"S": m.scale_dtype, "BITS": m.spec.bits, "GROUP": m.spec.group_size},
+    )

@@ -33,7 +33,13 @@ class Recorder:
         self.sources: dict[str, str] = {}  # a readable name -> source
 
     def kernel(
-        self, *, name: str, input_names: list[str], output_names: list[str], source: str, **rest: Any
+        self,
+        *,
+        name: str,
+        input_names: list[str],
+        output_names: list[str],
+        source: str,
+        **rest: Any,
     ) -> Callable[..., list[mx.array]]:
         header = str(rest["header"])
 
@@ -58,9 +64,7 @@ class Recorder:
                 else f"constexpr int {n} = {v};\n"
                 for n, v in template
             )
-            label = " ".join(
-                [name, *(f"{n}={TYPES.get(v, v)}" for n, v in template), *input_names]
-            )
+            label = " ".join([name, *(f"{n}={TYPES.get(v, v)}" for n, v in template), *input_names])
             self.sources[label] = (
                 f'{PRELUDE}{header}extern "C" __global__ void kernel({", ".join(arguments)}) {{\n'
                 f"{constants}{source}\n}}\n"
