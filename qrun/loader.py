@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -25,7 +25,7 @@ from qrun.tokenizer import Tokenizer
 from qrun.weights import Declared, Weights
 
 # model_type of config.json -> the file in models/, where the names differ
-ALIASES = {"mistral": "llama"}
+ALIASES = {"gemma3": "gemma3_text", "mistral": "llama"}
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -76,8 +76,7 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
     folder = locate(model, revision=revision)
-    config = Config(read_json(folder / "config.json"), str(folder / "config.json"))
-    build = model_class(config)
+    config, build = read_config(folder)
     checkpoint = Checkpoint(folder)
     compute = DTYPES[dtype] if dtype else default_dtype(checkpoint)
     problem = _launch.native_problem()
@@ -97,7 +96,7 @@ def load(
         model=built,
         tokenizer=tokenizer,
         folder=folder,
-        dtype=compute,
+        dtype=weights.dtype,
         context=context,
         eos=stop_tokens(folder, config, tokenizer),
         step_bytes=checkpoint.nbytes - (0 if tied else _embedding_bytes(checkpoint)),
@@ -106,22 +105,37 @@ def load(
     )
 
 
-def model_class(config: Config) -> Callable[[Config, Weights], Model]:
-    """The class `Model` of models/<model_type>.py."""
+def read_config(folder: Path) -> tuple[Config, Callable[[Config, Weights], Model]]:
+    """config.json, and the class `Model` of models/<model_type>.py.
+
+    Where the text model is one of several, what `text_config` says of it comes in front; behind
+    come the architecture's DEFAULTS, if it has any: keys that config.json may leave out.
+    """
+    path = folder / "config.json"
+    config = Config(read_json(path), str(path))
     kind = config.str("model_type")
+    module = model_file(kind, config.where)
+    text = config.level("text_config")
+    inner = {} if text is None else {**text.values, "model_type": kind}
+    values = {**getattr(module, "DEFAULTS", {}), **config.values, **inner}
+    return Config(values, config.where), module.Model
+
+
+def model_file(kind: str, where: str) -> Any:
+    """The module models/<kind>.py."""
     name = ALIASES.get(kind, kind)
     path = MODELS / f"{name}.py"
     if not re.fullmatch(r"\w+", name) or not path.exists():
         known = sorted({p.stem for p in MODELS.glob("*.py")} | set(ALIASES))
         raise CheckpointError(
-            f"{config.where}: architecture {kind!r} is not supported (known: {', '.join(known)})"
+            f"{where}: architecture {kind!r} is not supported (known: {', '.join(known)})"
         )
     spec = importlib.util.spec_from_file_location(f"qrun_models_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return cast("Callable[[Config, Weights], Model]", module.Model)
+    return module
 
 
 def default_dtype(checkpoint: Checkpoint) -> mx.Dtype:
@@ -164,7 +178,7 @@ HARMLESS = frozenset(
         "bos_token_id", "dtype", "embd_pdrop", "eos_token_id", "hidden_dropout",
         "initializer_range", "is_llama_config", "layer_types", "max_window_layers", "model_type",
         "pad_token_id", "pretraining_tp", "quantization", "quantization_config", "resid_pdrop",
-        "rope_interleaved", "tokenizer_class", "torch_dtype", "transformers.js_config",
+        "rope_interleaved", "text_config", "tokenizer_class", "torch_dtype", "transformers.js_config",
         "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
     }
 )  # fmt: skip

@@ -7,6 +7,7 @@ lists them all. What a matrix is stored as is read off its shapes and compared w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -14,10 +15,22 @@ import mlx.core as mx
 from qrun.checkpoint import Tensor
 from qrun.config import Config
 from qrun.errors import CheckpointError
-from qrun.layers import AnyLinear, Embedding, Linear, QuantizedLinear, RMSNorm, Stacked
+from qrun.layers import (
+    AnyLinear,
+    DenseExperts,
+    Embedding,
+    Experts,
+    LayerNorm,
+    Linear,
+    QuantizedLinear,
+    RMSNorm,
+    Stacked,
+)
 from qrun.ops import QuantizedMatrix
+from qrun.ops.gather_qmm import has_kernel
 from qrun.quantization import MODES, Quantization, infer
 
+_WRAPPER = "language_model."  # in front of every name where text is one part of several
 SHOWN = 8  # problems listed before "and N more"
 
 
@@ -51,12 +64,19 @@ class Weights:
             self.problems: list[str] = []
             self.taken: set[str] = set()
             self.slow: list[str] = []  # stacks whose parts differ in format
+            # module path -> parameters, and how they are stored
+            self.formats: dict[str, tuple[int, Quantization | mx.Dtype]] = {}
 
     def at(self, name: str) -> Weights:
         """The view one level down: names below are relative to `name`."""
         return Weights(
             self.source, self.declared, self.dtype, prefix=f"{self.prefix}{name}.", root=self._root
         )
+
+    def need_range(self) -> None:
+        """Compute in bfloat16 where float16 was asked for: the model leaves float16's range."""
+        if self._root.dtype == mx.float16:
+            self._root.dtype = self.dtype = mx.bfloat16
 
     def vector(self, name: str, n: int) -> mx.array:
         """A dense tensor (n,), in its own type."""
@@ -68,14 +88,34 @@ class Weights:
         weight = self.vector(f"{name}.weight", k).astype(mx.float32)
         return RMSNorm(weight + 1 if plus_one else weight, eps)
 
+    def layer_norm(self, name: str, k: int, eps: float) -> LayerNorm:
+        """The layer norm `name.weight` (k,), without a bias."""
+        return LayerNorm(self.vector(f"{name}.weight", k).astype(mx.float32), eps)
+
     def linear(
-        self, *names: str, n: tuple[int, ...], k: int, bias: bool = False, interleave: bool = False
+        self,
+        *names: str,
+        n: tuple[int, ...],
+        k: int,
+        bias: bool = False,
+        interleave: bool = False,
+        order: tuple[list[int] | None, ...] | None = None,
     ) -> AnyLinear:
         """One linear, or several over the same x as one matrix: rows stacked or interleaved.
 
-        Part i is `names[i]`, n[i] x k. Parts whose formats differ stay separate (right, slower).
+        Part i is `names[i]`, n[i] x k. A single name with `interleave` is a matrix that the file
+        holds fused: its upper half is interleaved with its lower. order: for each part the rows in
+        the order wanted. Parts whose formats differ stay separate (right, slower).
         """
         parts = [self._part(name, rows, k, bias) for name, rows in zip(names, n, strict=True)]
+        if order is not None:
+            parts = [
+                part if rows is None else _rows(part, rows)
+                for part, rows in zip(parts, order, strict=True)
+            ]
+        if interleave and len(parts) == 1:
+            half = n[0] // 2
+            parts = [_rows(parts[0], slice(0, half)), _rows(parts[0], slice(half, n[0]))]
         joined = parts[0] if len(parts) == 1 else self._join(parts, interleave, names)
         if isinstance(joined, Stacked):
             joined = Stacked(tuple(_packed(p) for p in joined.parts), joined.interleave)
@@ -83,6 +123,30 @@ class Weights:
             joined = _packed(joined)
         self.source.release()
         return joined
+
+    def experts(
+        self, *names: tuple[str, str], count: int, n: int, k: int
+    ) -> Experts | DenseExperts:
+        """`count` experts, each n x k: stacked as `switch_mlp.A`, or listed as `experts.N.B`.
+
+        names: the pairs (A, B). Two of them, gate and up, become one with their rows interleaved.
+        """
+        parts = [self._expert_part(a, b, count, n, k) for a, b in names]
+        path = f"{self.prefix}{{{','.join(a for a, _ in names)}}}"
+        if len(parts) == 2:
+            whole = self._join(parts, True, tuple(a for a, _ in names))
+            if isinstance(whole, Stacked):
+                self._root.problems.append(f"{path}: experts of several formats are not supported")
+                whole = Linear(mx.zeros((count, 1)))
+        else:
+            whole = parts[0]
+        self.source.release()
+        if isinstance(whole, Linear):
+            return DenseExperts(whole.weight.reshape(count, -1, whole.weight.shape[1]))
+        if has_kernel():
+            return Experts(whole.matrix.pack(), count)
+        # MLX's own op wants scales in the type of x. Converted here once, not in every step.
+        return Experts(_float_scales(whole.matrix), count)
 
     def embedding(self, name: str, n: int, k: int) -> Embedding:
         """The embedding table `name`, n x k."""
@@ -128,23 +192,47 @@ class Weights:
             return None
         return self.source.read(name)
 
-    def _part(self, name: str, n: int, k: int, bias: bool) -> QuantizedLinear | Linear:
+    def _part(
+        self, name: str, n: int, k: int, bias: bool, *, stack: int = 0
+    ) -> QuantizedLinear | Linear:
+        """Linear `name`, n x k. stack: so many of them, in one tensor of three axes."""
         path = self.prefix + name
         offset = self._take(f"{path}.bias", (n,)) if bias else None
         declared = self.declared.of(path)
         if declared is False:
             self.drop(f"{name}.scales")
             self.drop(f"{name}.biases")
+        lead = (stack,) if stack else ()
+        count = max(stack, 1)
         if declared is False or not self.has(f"{name}.scales"):
-            weight = self._take(f"{path}.weight", (n, k))
-            return Linear(mx.zeros((n, 1)) if weight is None else weight, offset)
-        matrix = self._matrix(path, n, k, declared)
+            weight = self._take(f"{path}.weight", (*lead, n, k))
+            if weight is None:
+                return Linear(mx.zeros((count * n, 1)), offset)
+            self._root.formats[path] = (count * n * k, weight.dtype)
+            return Linear(weight.reshape(-1, k), offset)
+        matrix = self._matrix(path, lead, n, k, declared)
         if matrix is None:
-            return Linear(mx.zeros((n, 1)), offset)
+            return Linear(mx.zeros((count * n, 1)), offset)
+        self._root.formats[path] = (count * n * k, matrix.spec)
         return QuantizedLinear(matrix, offset)
 
+    def _expert_part(
+        self, stacked: str, listed: str, count: int, n: int, k: int
+    ) -> QuantizedLinear | Linear:
+        """All experts' rows below each other, (count * n) x k."""
+        if self.has(f"switch_mlp.{stacked}.weight"):
+            return self._part(f"switch_mlp.{stacked}", n, k, bias=False, stack=count)
+        parts = [self._part(f"experts.{e}.{listed}", n, k, bias=False) for e in range(count)]
+        whole = self._join(parts, False, (f"experts.*.{listed}",))
+        if isinstance(whole, Stacked):
+            self._root.problems.append(
+                f"{self.prefix}experts.*.{listed}: experts of several formats are not supported"
+            )
+            return Linear(mx.zeros((n, 1)))
+        return whole
+
     def _matrix(
-        self, path: str, n: int, k: int, declared: Quantization | None
+        self, path: str, lead: tuple[int, ...], n: int, k: int, declared: Quantization | None
     ) -> QuantizedMatrix | None:
         tensors, problems = self.source.tensors, self._root.problems
         w, scales = tensors.get(f"{path}.weight"), tensors[f"{path}.scales"]
@@ -154,7 +242,11 @@ class Weights:
             problems.append(f"{path}.weight is {kind}")
             return None
         try:
-            spec = infer(k, w.shape, scales.shape, float_scales=scales.dtype != "U8")
+            if w.shape[: len(lead)] != lead or scales.shape[: len(lead)] != lead:
+                raise ValueError(f"w {w.shape} and scales {scales.shape} must begin with {lead}")
+            float_scales = scales.dtype != "U8"
+            own = (w.shape[len(lead) :], scales.shape[len(lead) :])
+            spec = infer(k, *own, float_scales=float_scales)
         except ValueError as error:
             self._root.taken.update((f"{path}.weight", f"{path}.scales", f"{path}.biases"))
             problems.append(f"{path}: {error}")
@@ -165,13 +257,13 @@ class Weights:
             )
         groups = (n, k // spec.group_size)
         arrays = [
-            self._take(f"{path}.weight", (n, k * spec.bits // 32)),
-            self._take(f"{path}.scales", groups),
-            self._take(f"{path}.biases", groups) if spec.mode == "affine" else None,
+            self._take(f"{path}.weight", (*lead, n, k * spec.bits // 32)),
+            self._take(f"{path}.scales", (*lead, *groups)),
+            self._take(f"{path}.biases", (*lead, *groups)) if spec.mode == "affine" else None,
         ]
         if any(a is None for a in arrays[: 3 if spec.mode == "affine" else 2]):
             return None
-        weight, scale, offset = arrays
+        weight, scale, offset = (None if a is None else a.reshape(-1, a.shape[-1]) for a in arrays)
         assert weight is not None
         assert scale is not None
         if offset is not None and offset.dtype != scale.dtype:
@@ -192,13 +284,12 @@ class Weights:
         matrices = [p.matrix for p in parts if isinstance(p, QuantizedLinear)]
         same = len({(m.spec, m.k, m.scale_dtype) for m in matrices}) == 1
         if len(matrices) == len(parts) and same:
-            whole = matrices[0]
+            return QuantizedLinear(matrices[0].stacked(*matrices[1:], interleave=interleave), bias)
+        dense = [p.weight for p in parts if isinstance(p, Linear)]
+        if len(dense) == len(parts) and len({(w.dtype, w.shape[1]) for w in dense}) == 1:
             if interleave:
-                whole = whole.stacked(matrices[1], interleave=True)
-            else:
-                for matrix in matrices[1:]:
-                    whole = whole.stacked(matrix)
-            return QuantizedLinear(whole, bias)
+                return Linear(mx.stack(dense, axis=1).reshape(-1, dense[0].shape[1]), bias)
+            return Linear(mx.concatenate(dense), bias)
         self._root.slow.append(f"{self.prefix}{{{','.join(names)}}}")
         return Stacked(tuple(parts), interleave)
 
@@ -211,28 +302,48 @@ def _packed(part: QuantizedLinear | Linear) -> QuantizedLinear | Linear:
     )
 
 
+def _rows(part: QuantizedLinear | Linear, rows: slice | list[int]) -> QuantizedLinear | Linear:
+    """Some rows of a linear, or all in another order. Packed rows move whole."""
+    index: Any = mx.array(rows, mx.int32) if isinstance(rows, list) else rows
+
+    def take(a: mx.array | None) -> mx.array | None:
+        return None if a is None else a[index]
+
+    bias = take(part.bias)
+    if isinstance(part, Linear):
+        return Linear(part.weight[index], bias)
+    w, scales, biases = (take(a) for a in (part.matrix.w, part.matrix.scales, part.matrix.biases))
+    assert w is not None
+    assert scales is not None
+    return QuantizedLinear(QuantizedMatrix.of(w, scales, biases, part.matrix.spec), bias)
+
+
+def _float_scales(m: QuantizedMatrix) -> QuantizedMatrix:
+    if m.scales is None or m.biases is None:
+        return m
+    return replace(m, scales=m.scales.astype(mx.float32), biases=m.biases.astype(mx.float32))
+
+
 class Declared:
     """What config.json says of quantization: a global entry, and entries per module path."""
 
     def __init__(self, config: Config) -> None:
-        level = config.level("quantization") or config.level("quantization_config")
+        level = config.level("quantization")
         self.default: Quantization | None = None
         self.layers: dict[str, Quantization | bool | None] = {}
         if level is None:
-            return
-        if "quant_method" in level and "group_size" not in level:
-            method = level.str("quant_method")
-            raise CheckpointError(
-                f"{level.where}: quantization method {method!r} is not supported",
-                hint="qrun reads MLX's formats: affine, mxfp4, nvfp4, mxfp8",
-            )
-        if "quant_method" in level and level.str("quant_method") != "mlx" and "bits" not in level:
-            raise CheckpointError(
-                f"{level.where}: quantization method {level.str('quant_method')!r} is not supported"
-            )
+            level = config.level("quantization_config")
+            if level is None:
+                return
+            method = level.str("quant_method", "mlx")
+            if method != "mlx":
+                raise CheckpointError(
+                    f"{level.where}: quantization method {method!r} is not supported",
+                    hint="qrun reads MLX's formats: affine, mxfp4, nvfp4, mxfp8",
+                )
         self.default = _spec(level)
         for key, value in level.values.items():
-            name = key.removeprefix("language_model.")
+            name = key.removeprefix(_WRAPPER)
             if isinstance(value, dict):
                 where = f"{level.where}: {key}"
                 entry = Config(cast("dict[str, Any]", value), where)
@@ -243,7 +354,7 @@ class Declared:
 
     def of(self, path: str) -> Quantization | bool | None:
         """The entry for a module; False: dense; None: config.json says nothing."""
-        return self.layers.get(path, self.default)
+        return self.layers.get(path.removeprefix(_WRAPPER), self.default)
 
 
 def _spec(level: Config) -> Quantization:

@@ -1,6 +1,7 @@
 """One file an op: its contract, its float64 reference, the bytes it must move, its launch."""
 
 from qrun.ops.embedding import embedding
+from qrun.ops.gather_qmm import gather_qmm
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.qmm import qmm
 from qrun.ops.qmv import qmv
@@ -12,6 +13,7 @@ from qrun.ops.swiglu import swiglu
 __all__ = [
     "QuantizedMatrix",
     "embedding",
+    "gather_qmm",
     "qmm",
     "qmv",
     "rms_norm",
