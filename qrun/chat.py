@@ -14,7 +14,7 @@ Message = Mapping[str, Any]
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else tokenizer_config.json's chat_template (a string, or a named list)."""
+    """chat_template.jinja, else chat_template in tokenizer_config.json (a string or a list)."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")
@@ -47,6 +47,9 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
     def refuse(message: str) -> str:
         raise TemplateError(message)
 
+    def now(form: str) -> str:
+        return datetime.now().strftime(form)
+
     def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
@@ -54,8 +57,8 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
     environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # pyright: ignore
+    functions: dict[str, Any] = {"raise_exception": refuse, "strftime_now": now}
+    environment.globals.update(functions)
     try:
         return environment.from_string(template).render(
             messages=list(messages), add_generation_prompt=True, **special

@@ -34,8 +34,19 @@ _DTYPES: dict[str, tuple[int, str, mx.Dtype]] = {
     "U8": (1, "u1", mx.uint8),
 }
 # Known to the format, not to us; tolerated unless a model asks for such a tensor.
-_OTHER_SIZES = {"F64": 8, "I64": 8, "U64": 8, "I16": 2, "U16": 2, "I8": 1, "BOOL": 1}
-_OTHER_SIZES |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
+_OTHER_SIZES = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "I16": 2,
+    "U16": 2,
+    "I8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "C64": 8,
+}
 
 _AGAIN = "download the file again"
 

@@ -196,6 +196,78 @@ def convert(
     )
 
 
+@cli.command(epilog=EXIT_CODES)
+@click.argument("model", envvar="QRUN_MODEL", required=False)
+@click.option("--kernels/--no-kernels", default=True, help="Measure the products alone.")
+@click.option(
+    "--group-size", type=int, default=64, show_default=True, help="Of the kernels' matrices."
+)
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Per median.")
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    metavar="COMMAND",
+    help="Run a peer in turn: a command that speaks scripts/peers/README.md. Repeatable.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON to this file.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Write a roofline PNG (needs matplotlib)."
+)
+def bench(
+    model: str | None,
+    kernels: bool,
+    group_size: int,
+    rounds: int,
+    peers: tuple[str, ...],
+    as_json: bool,
+    out: Path | None,
+    plot: Path | None,
+) -> None:
+    """Measure the kernels, and MODEL if given, against the machine's ceilings and peers."""
+    import shlex
+
+    import qrun
+    from qrun.hardware import require_mlx
+
+    require_mlx()
+    from qrun import bench as measure
+    from qrun import report
+    from qrun.quantization import Quantization
+
+    show = sys.stderr.isatty() and not as_json
+
+    def progress(what: str) -> None:
+        if show:
+            click.echo(f"\r\033[K{what}", nl=False, err=True)
+
+    rows: list[measure.Row] = []
+    if kernels:
+        spec = Quantization(4, group_size)
+        rows += measure.bench_kernels(spec=spec, rounds=rounds, progress=progress)
+    if model is not None:
+        loaded = qrun.load(model)
+        others = [measure.Peer(shlex.split(command)) for command in peers]
+        try:
+            rows += measure.bench_model(loaded, others, rounds=rounds, progress=progress)
+        finally:
+            for other in others:
+                other.close()
+    progress("")
+    result = report.report(rows)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        report.plot(result, plot)
+    if as_json:
+        _print_json(result)
+    else:
+        click.echo(f"{result['device']}, {result['backend']}, {result['threads']} threads")
+        click.echo(report.table(rows))
+
+
 def main() -> None:
     """Run a command; turn every outcome into an exit code and at most two lines."""
     debug = "--debug" in sys.argv[1:]
@@ -324,6 +396,7 @@ def _print_stats(model: LoadedModel, result: Generation) -> None:
 
     first = model.load_seconds + result.timings.prefill
     rate = result.decode_rate * (model.step_bytes + result.cache_bytes)
+    peak = peak_memory()  # before measuring the bandwidth, which takes memory itself
     wall = read_bandwidth()
     lines = [
         f"load      {model.load_seconds:8.3f} s",
@@ -332,7 +405,7 @@ def _print_stats(model: LoadedModel, result: Generation) -> None:
         f"decode    {result.decode_rate:8.1f} tok/s   {len(result.tokens)} tokens",
         f"memory    {rate / 1e9:8.2f} GB/s    {rate / wall:.0%} of the {wall / 1e9:.1f} GB/s "
         "measured here",
-        f"peak      {peak_memory() / 1e6:8.0f} MB",
+        f"peak      {peak / 1e6:8.0f} MB",
     ]
     click.echo("\n".join(lines), err=True)
 

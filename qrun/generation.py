@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias, cast
 
 import mlx.core as mx
 
@@ -20,6 +20,7 @@ from qrun.tokenizer import StopFinder, StreamingDecoder
 PREFILL_CHUNK = 512  # rows at a time: enough to be bound by arithmetic, few enough to stay small
 DEFAULT_MAX_TOKENS = 512
 
+Arrays: TypeAlias = list[mx.array]
 FinishReason = Literal["stop", "length"]
 Prompt = str | Sequence[Message] | Sequence[int]
 
@@ -174,7 +175,7 @@ def _run(
             if n + 1 < room:
                 upcoming = sampler(step(token))
                 mx.async_eval(upcoming)
-            value = int(token.item())
+            value = int(cast(int, token.item()))
             if n == 0:
                 first = time.perf_counter()
             if value < 0:
@@ -217,7 +218,7 @@ def prefill(model: LoadedModel, ids: Sequence[int], cache: Cache) -> mx.array:
     """Feed ids to the cache, chunk by chunk -> logits (1, V) behind the last one."""
     hidden = None
     for start in range(0, len(ids), PREFILL_CHUNK):
-        chunk = mx.array(ids[start : start + PREFILL_CHUNK], mx.int32)
+        chunk = mx.array(list(ids[start : start + PREFILL_CHUNK]), mx.int32)
         hidden = model.model(chunk, cache)
         cache.advance(chunk.size)
         mx.async_eval(hidden, cache.keys, cache.values)
@@ -231,7 +232,6 @@ def decode_step(model: LoadedModel, cache: Cache) -> Callable[[mx.array], mx.arr
     Traced once and replayed where the backend allows it: every step has the same shapes, and the
     position is data.
     """
-    Arrays = list[mx.array]
 
     def step(
         token: mx.array, offset: mx.array, keys: Arrays, values: Arrays

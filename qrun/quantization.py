@@ -107,7 +107,7 @@ def pack(q: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint32]:
 
 
 def e4m3(code: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
-    """Values of OCP float8 e4m3 codes: sign, 4 exponent bits (bias 7), 3 of mantissa; no infinity."""
+    """Values of OCP float8 e4m3 codes: sign, 4 exponent (bias 7), 3 mantissa bits; no infinity."""
     exponent = (code >> 3 & 15).astype(np.int32)
     mantissa = (code & 7).astype(np.float64)
     magnitude = np.where(

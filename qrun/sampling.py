@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
+from qrun import ops
 from qrun.errors import UsageError
 
 
@@ -83,13 +84,12 @@ class Sampler:
             self.counts = mx.zeros((vocab,))
             seen = np.zeros(vocab, np.bool_)
             seen[[i for i in prompt if i < vocab]] = True
-            self.in_prompt = mx.array(seen)
+            self.in_prompt = mx.array(seen.tolist())
 
     def __call__(self, logits: mx.array) -> mx.array:
         """logits (1, V) -> the token, int32 (1,); -1 if any logit is NaN or infinite."""
         s = self.sampling
-        # A sum is finite only if every term is: one pass, and no wait for the device.
-        finite = mx.isfinite(mx.sum(logits.astype(mx.float32), axis=-1))
+        best, given = ops.argmax(logits), logits  # also tells whether all logits are finite
         if logits.shape[-1] > self.vocab:
             logits = logits[:, : self.vocab]
         if self.bias is not None:
@@ -97,7 +97,7 @@ class Sampler:
         if self.counts is not None and self.in_prompt is not None:
             logits = penalized(logits, self.counts, self.in_prompt, s)
         if s.temperature == 0:
-            token = mx.argmax(logits, axis=-1)
+            token = best if logits is given else ops.argmax(logits)
         else:
             logits = logits.astype(mx.float32) * (1 / s.temperature)
             logits = min_p(top_p(top_k(logits, s.top_k), s.top_p), s.min_p)
@@ -105,7 +105,7 @@ class Sampler:
             token = mx.random.categorical(logits, axis=-1, key=key)
         if self.counts is not None:
             self.counts = self.counts.at[token].add(1)
-        return mx.where(finite, token.astype(mx.int32), -1)
+        return token if token is best else mx.where(best < 0, -1, token.astype(mx.int32))
 
 
 def penalized(logits: mx.array, counts: mx.array, in_prompt: mx.array, s: Sampling) -> mx.array:

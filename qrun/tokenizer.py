@@ -43,6 +43,8 @@ class Tokenizer:
         self.bos = self.id_of(self.special.get("bos_token"))
         vocab = cast("dict[str, int]", self.inner.get_vocab(with_added_tokens=True))
         self.size = max(vocab.values(), default=-1) + 1  # ids at or above it mean nothing
+        added: dict[int, Any] = self.inner.get_added_tokens_decoder()
+        self._silent = {i for i, token in added.items() if token.special}
 
     def id_of(self, token: str | None) -> int | None:
         """The id of a token's exact text, None if there is none."""
@@ -69,9 +71,14 @@ class Tokenizer:
         """The text of ids, without special tokens."""
         return self.inner.decode(list(ids), skip_special_tokens=True)
 
-    def is_byte(self, token: int) -> bool:
-        """Whether a token is one raw byte, sentencepiece-style."""
-        return _BYTE.fullmatch(self.inner.id_to_token(token) or "") is not None
+    def settles(self, token: int) -> bool:
+        """Whether the text in front of a token is final once the token has come.
+
+        Not so behind one raw byte, sentencepiece-style, since runs of bytes are decoded as a whole;
+        nor behind a token that `decode` leaves out: the run goes on after it.
+        """
+        text = self.inner.id_to_token(token)
+        return text is not None and token not in self._silent and not _BYTE.fullmatch(text)
 
 
 class StreamingDecoder:
@@ -93,7 +100,7 @@ class StreamingDecoder:
     def add(self, token: int) -> str:
         """The text that is certain after one more token; often empty."""
         self._ids.append(token)
-        if self._tokenizer.is_byte(token):
+        if not self._tokenizer.settles(token):
             return ""
         before = self._tokenizer.decode(self._ids[self._front : self._done])
         text = self._tokenizer.decode(self._ids[self._front :])
@@ -125,10 +132,11 @@ class StopFinder:
         if self.found:
             return ""
         self._held += text
-        ends = [i for i in (self._held.find(s) for s in self._stops) if i >= 0]
-        if ends:
+        # The one completed first counts, so that the result does not depend on how text is cut.
+        found = [(i + len(s), i) for s in self._stops if (i := self._held.find(s)) >= 0]
+        if found:
             self.found = True
-            return self._held[: min(ends)]
+            return self._held[: min(found)[1]]
         keep = 0 if last else self._undecided()
         ready = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]

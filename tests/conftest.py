@@ -145,6 +145,6 @@ def python() -> Callable[..., str]:
 
 
 @pytest.fixture(autouse=True)
-def _cpu_and_fixed_seed() -> None:
+def _on_the_cpu() -> None:
     """Tests mean the CPU, whatever else the machine has."""
     mx.set_default_device(mx.cpu)

@@ -21,8 +21,8 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# One token, text beyond ASCII: its decoding must not go through the byte alphabet.
-ADDED = "«größe»"
+# One token whose text is beyond ASCII: decoding must not send it through the alphabet of bytes.
+ADDED = "<｜größe｜>"
 
 Stored = tuple[str, npt.NDArray[Any]]  # safetensors type name (BF16 kept as uint16), values
 
@@ -270,7 +270,20 @@ def write_json(path: Path, value: Any) -> None:
 
 # ---- tokenizers
 
-_MERGES = ["t h", "Ġ t", "Ġt h", "Ġth e", "e r", "i n", "Ġ a", "o n", "l l", "h e", "he ll", "hell o"]
+_MERGES = [
+    "t h",
+    "Ġ t",
+    "Ġt h",
+    "Ġth e",
+    "e r",
+    "i n",
+    "Ġ a",
+    "o n",
+    "l l",
+    "h e",
+    "he ll",
+    "hell o",
+]
 
 
 def byte_level() -> tokenizers.Tokenizer:

@@ -1,5 +1,6 @@
 """One file an op: its contract, its float64 reference, the bytes it must move, its launch."""
 
+from qrun.ops.argmax import argmax
 from qrun.ops.embedding import embedding
 from qrun.ops.gather_qmm import gather_qmm
 from qrun.ops.matrix import QuantizedMatrix
@@ -12,6 +13,7 @@ from qrun.ops.swiglu import swiglu
 
 __all__ = [
     "QuantizedMatrix",
+    "argmax",
     "embedding",
     "gather_qmm",
     "qmm",

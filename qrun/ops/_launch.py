@@ -40,16 +40,17 @@ class Backend(Protocol):
     rms_norm: Callable[[mx.array, mx.array, float], mx.array]
     embedding: Callable[..., mx.array]
     swiglu: Callable[[mx.array], mx.array]
+    argmax: Callable[[mx.array], mx.array]
 
 
 def backend() -> Backend:
     """The backend for MLX's current default device."""
-    return _backend(mx.default_device().type)
+    return _backend(mx.default_device().type == mx.cpu)
 
 
 @cache
-def _backend(device: mx.DeviceType) -> Backend:
-    if device == mx.cpu:
+def _backend(on_cpu: bool) -> Backend:
+    if on_cpu:
         return _load("_cpu" if native_problem() is None else "_mlx")
     gpu = "_metal" if mx.metal.is_available() else "_cuda"
     return _load(gpu if find_spec(f"qrun.ops.{gpu}") else "_mlx")
@@ -68,9 +69,10 @@ def native_problem() -> str | None:
         ext: Any = import_module("qrun._ext")
     except ImportError as error:
         return f"qrun's native CPU kernels do not load ({str(error).splitlines()[0]})"
-    if ext.mlx_version != mx.__version__:
+    installed = cast(Any, mx).__version__
+    if ext.mlx_version != installed:
         return (
             f"qrun's native CPU kernels were built for mlx {ext.mlx_version}, "
-            f"but mlx {mx.__version__} is installed"
+            f"but mlx {installed} is installed"
         )
     return None

@@ -1,0 +1,103 @@
+// x, once per product: normalized if asked, then written as signed base-256 digits (types.h).
+//
+//   a group of x  ->  a power of two s and whole numbers v = round(x / s), |v| < 2^(8*count - 1)
+//   v             ->  count digits in -128..127, the most significant first
+//
+// With three digits v carries 23 bits and a sign: as much as float32 itself gives the largest
+// element of the group. One-hot rows, and any x whose bits fit, are exact because s is a power of
+// two. A single digit has no bits to spare, so there s is max/127.
+//
+// A non-finite x must not vanish in the rounding: its group gets the scale NaN.
+#include "kernels.h"
+#include "vec.h"
+
+namespace qrun::QRUN_NS {
+
+static float inverse_rms(const Prologue& p, size_t row, int k) {
+  f32x16 squares = splat(0);
+  int i = 0;
+  for (; i + 16 <= k; i += 16) {
+    f32x16 x = load(at(p.x, p.type, row * k + i), p.type);
+    squares = fma(x, x, squares);
+  }
+  if (i < k) {
+    f32x16 x = load_first(at(p.x, p.type, row * k + i), p.type, k - i);
+    squares = fma(x, x, squares);
+  }
+  return 1.0f / __builtin_sqrtf(sum(squares) / k + p.eps);
+}
+
+// The factor that brings the largest |x| of a group just under `limit`.
+static float inverse_scale(int largest_bits, int count) {
+  float largest;
+  __builtin_memcpy(&largest, &largest_bits, 4);
+  if (count == 1) return largest > 0x1p-100f ? 127.0f / largest : 0x1p100f;
+  float ratio = (count == 3 ? 8355000.0f : 32600.0f) / largest;
+  if (!(ratio < 0x1p100f)) return 0x1p100f;  // zeros and numbers far below any use
+  uint32_t bits;
+  __builtin_memcpy(&bits, &ratio, 4);
+  bits &= 0x7f800000;  // the power of two below
+  __builtin_memcpy(&ratio, &bits, 4);
+  return ratio;
+}
+
+// v (16 numbers at k = i of the group) -> digits[d][i..]; digits of one row and chunk are adjacent.
+template <int COUNT>
+static void store_digits(int8_t* out, i32x16 v, bool even_odd) {
+  for (int d = COUNT - 1; d >= 0; d--) {
+    if (even_odd)
+      store_bytes_even_odd(out + d * kChunk, v);
+    else
+      store_bytes(out + d * kChunk, v);
+    i32x16 low = sra<24>(shl<24>(v));
+    v = sra<8>(v - low);
+  }
+}
+
+template <int COUNT>
+static void prepare_row(const Prologue& p, const Digits& d, int tile, int r) {
+  const int rows = rows_in_tile(d, tile), groups = d.k / d.group;
+  const size_t row = (size_t)tile * d.tile + r;
+  const bool spare = row >= (size_t)d.m;
+  const f32x16 rms = splat(p.norm && !spare ? inverse_rms(p, row, d.k) : 1.0f);
+  int8_t* digits = tile_digits(d, tile) + r * COUNT * kChunk;
+  float* meta = tile_meta(d, tile) + r;
+  f32x16 x[8];  // a group of up to 128
+  for (int g = 0; g < groups; g++) {
+    i32x16 largest = splat_i(0);
+    for (int i = 0; i < d.group / 16; i++) {
+      const size_t k = (size_t)g * d.group + i * 16;
+      x[i] = spare ? splat(0) : load(at(p.x, p.type, row * d.k + k), p.type);
+      if (p.norm && !spare) x[i] = x[i] * rms * load(at(p.norm, p.norm_type, k), p.norm_type);
+      largest = max(largest, bits_of(x[i]) & splat_i(0x7fffffff));
+    }
+    const int bits = greatest(largest);
+    const bool finite = bits < 0x7f800000;
+    const float inverse = finite ? inverse_scale(bits, COUNT) : 0.0f;
+    const float scale = finite ? 1.0f / inverse : __builtin_nanf("");
+    i32x16 total = splat_i(0);
+    for (int i = 0; i < d.group / 16; i++) {
+      i32x16 v = finite ? round_to_int(x[i] * splat(inverse)) : splat_i(0);
+      total = total + v;
+      const int chunk = (g * d.group + i * 16) / kChunk;
+      store_digits<COUNT>(digits + (size_t)chunk * rows * COUNT * kChunk + i % 2 * 16, v,
+                          d.even_odd);
+    }
+    meta[(2 * g) * rows] = scale;
+    meta[(2 * g + 1) * rows] = (float)sum(total) * scale;
+  }
+}
+
+void prepare(const Prologue& p, const Digits& d, int tile0, int tile1) {
+  for (int t = tile0; t < tile1; t++)
+    for (int r = 0; r < rows_in_tile(d, t); r++) {
+      if (d.count == 1)
+        prepare_row<1>(p, d, t, r);
+      else if (d.count == 2)
+        prepare_row<2>(p, d, t, r);
+      else
+        prepare_row<3>(p, d, t, r);
+    }
+}
+
+}  // namespace qrun::QRUN_NS

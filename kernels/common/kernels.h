@@ -1,0 +1,21 @@
+// The functions that every instruction set compiles; Kernels in types.h says what they take.
+#pragma once
+#include "types.h"
+
+namespace qrun::QRUN_NS {
+
+void prepare(const Prologue&, const Digits&, int tile0, int tile1);
+void product(const Matrix&, const Digits&, const Epilogue&, int block0, int block1, int tile0,
+             int tile1);
+void rms_norm(const RmsNorm&, int row0, int row1);
+void rope(const Rope&, int item0, int item1);
+void sdpa(const Sdpa&, int item0, int item1);
+void sdpa_merge(const Sdpa&, int item0, int item1);
+void embedding(const Matrix&, const void* ids, bool wide_ids, void* y, Type type, float scale,
+               int row0, int row1);
+void swiglu(const void* gate_up, void* y, Type type, size_t i0, size_t i1);
+uint32_t argmax(const void* x, Type type, int n);
+void read(const void* p, size_t bytes);
+double peak(int kind, long rounds);
+
+}  // namespace qrun::QRUN_NS

@@ -1,0 +1,92 @@
+// The ceilings of this machine, and memory that ends where reading must end.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <memory>
+
+#include "op.h"
+#include "pool.h"
+
+namespace qrun {
+namespace {
+
+double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+struct Pages {
+  char* p;
+  size_t bytes;
+  explicit Pages(size_t n) : bytes(n) {
+    void* m = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (m == MAP_FAILED) throw std::bad_alloc();
+    p = static_cast<char*>(m);
+  }
+  ~Pages() { munmap(p, bytes); }
+  Pages(const Pages&) = delete;
+};
+
+}  // namespace
+
+// GB/s of one pass over `bytes` of memory, dealt out as a product deals out its blocks. The memory
+// stays allocated between calls, so that repeated calls measure reading and not page faults.
+double read_bandwidth(size_t bytes, int use) {
+  static std::unique_ptr<Pages> pages;
+  if (!pages || pages->bytes < bytes) {
+    pages.reset();
+    pages = std::make_unique<Pages>(bytes);
+    std::memset(pages->p, 1, bytes);
+  }
+  constexpr size_t step = 256 << 10;
+  const int steps = static_cast<int>(bytes / step);
+  require(steps >= 1, "read_bandwidth: at least 256 KB");
+  const auto pass = [&](int i0, int i1) {
+    for (int i = i0; i < i1; i++) kernels().read(pages->p + i * step, step);
+  };
+  const double start = seconds();
+  if (use == 1)
+    pass(0, steps);
+  else
+    parallel(steps, 1, pass);
+  return steps * step / (seconds() - start) / 1e9;
+}
+
+// GOP/s of one thread, multiply and add counted as two. kind: "f32" or "int8".
+double peak_flops(const std::string& kind) {
+  require(kind == "f32" || kind == "int8", "peak_flops: kind must be f32 or int8");
+  double best = 0;
+  for (int i = 0; i < 5; i++) {
+    const double start = seconds();
+    const double operations = kernels().peak(kind == "int8", 200000);
+    best = std::max(best, operations / (seconds() - start) / 1e9);
+  }
+  return best;
+}
+
+// A copy whose last byte is the last byte before an unreadable page: a read past the end faults.
+mx::array guarded(const mx::array& a) {
+  mx::array x = a;
+  x.eval();
+  x.wait();
+  require(x.flags().row_contiguous, "guarded: the array must be row contiguous");
+  const size_t page = sysconf(_SC_PAGESIZE), bytes = x.nbytes();
+  const size_t body = (bytes + page - 1) / page * page;
+  void* m = mmap(nullptr, body + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (m == MAP_FAILED) throw std::bad_alloc();
+  char* base = static_cast<char*>(m);
+  if (mprotect(base + body, page, PROT_NONE) != 0) throw std::bad_alloc();
+  char* start = base + body - bytes;
+  std::memcpy(start, x.data<char>(), bytes);
+  // An array over the pages, then one that begins inside them: MLX frees by the buffer's own start.
+  mx::array whole(base, {static_cast<int>(body)}, mx::uint8,
+                  [base, body, page](void*) { munmap(base, body + page); });
+  mx::array out(x.shape(), x.dtype(), nullptr, {});
+  out.copy_shared_buffer(whole, x.strides(), x.flags(), x.size(),
+                         (start - base) / static_cast<int64_t>(x.itemsize()));
+  out.set_status(mx::array::Status::available);
+  return out;
+}
+
+}  // namespace qrun

@@ -1,0 +1,109 @@
+// What the MLX primitives share: checks at the door, dense inputs, scratch memory.
+#pragma once
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "mlx/mlx.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/primitives.h"
+#include "mlx/version.h"
+#include "types.h"
+
+namespace qrun {
+
+namespace mx = mlx::core;
+
+inline std::string text(const mx::Shape& s) {
+  std::string out = "(";
+  for (size_t i = 0; i < s.size(); i++) out += (i ? ", " : "") + std::to_string(s[i]);
+  return out + (s.size() == 1 ? ",)" : ")");
+}
+
+inline void require(bool ok, const std::string& message) {
+  if (!ok) throw std::invalid_argument(message);
+}
+
+inline void require_shape(const char* op, const char* name, const mx::array& a,
+                          const mx::Shape& wanted) {
+  require(a.shape() == wanted, std::string(op) + ": " + name + " has shape " + text(a.shape()) +
+                                   ", expected " + text(wanted));
+}
+
+inline Type type_of(mx::Dtype t, const char* op, const char* name) {
+  if (t == mx::float32) return Type::f32;
+  if (t == mx::float16) return Type::f16;
+  if (t == mx::bfloat16) return Type::bf16;
+  throw std::invalid_argument(std::string(op) + ": " + name +
+                              " must be float32, float16 or bfloat16");
+}
+
+inline mx::Dtype dtype_of(Type t) {
+  return t == Type::f32 ? mx::float32 : t == Type::f16 ? mx::float16 : mx::bfloat16;
+}
+
+inline mx::Stream cpu_stream() { return mx::default_stream(mx::Device::cpu); }
+
+// Memory for one evaluation, released when the tasks that use it are done.
+inline void* scratch(size_t bytes, mx::Stream s) {
+  mx::array a(mx::allocator::malloc(bytes ? bytes : 1), {static_cast<int>(1)}, mx::uint8);
+  void* p = a.data<char>();
+  mx::cpu::get_command_encoder(s).add_temporary(std::move(a));
+  return p;
+}
+
+// The array's elements in row order: its own memory, or a copy made on the stream. A sliced,
+// broadcast or transposed input is copied, never misread.
+const char* dense(const mx::array& a, mx::Stream s);
+
+// Every op of ours runs on the CPU only and has no gradient.
+class CpuPrimitive : public mx::Primitive {
+ public:
+  using Primitive::Primitive;
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+    throw std::runtime_error(std::string(name()) + ": this op runs on the CPU only");
+  }
+};
+
+// Result arrays get their memory when the op is evaluated.
+template <class T>
+T* allocate(mx::array& out) {
+  out.set_data(mx::allocator::malloc(out.nbytes()));
+  return reinterpret_cast<T*>(out.data<char>());
+}
+
+// The ops, as Python sees them.
+mx::array pack(const mx::array& w, const mx::array& scales, const std::optional<mx::array>& biases,
+               int bits, int group, const std::string& mode);
+
+struct ProductOptions {
+  Type scales;
+  std::string mode, activation, activations;
+  std::optional<mx::array> norm, bias, residual;
+  float eps, scale;
+};
+mx::array product(const char* op, const mx::array& x, const mx::array& packed, int n, int k,
+                  int bits, int group, const ProductOptions& options);
+Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits, int group,
+                 Type scales, const std::string& mode);
+
+mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps);
+mx::array swiglu(const mx::array& gate_up);
+mx::array argmax(const mx::array& logits);
+mx::array embedding(const mx::array& ids, const mx::array& packed, int n, int k, int bits,
+                    int group, Type scales, const std::string& mode, Type type, float scale);
+std::vector<mx::array> rope(const mx::array& qkv, const mx::array& k_cache,
+                            const mx::array& v_cache, const mx::array& offset,
+                            const mx::array& table, int heads, int kv_heads, int head_dim,
+                            const std::optional<mx::array>& q_norm,
+                            const std::optional<mx::array>& k_norm, float eps);
+mx::array sdpa(const mx::array& q, const mx::array& k_cache, const mx::array& v_cache,
+               const mx::array& offset, float scale, int window, float softcap);
+
+double read_bandwidth(size_t bytes, int threads);
+double peak_flops(const std::string& kind);
+mx::array guarded(const mx::array& a);
+
+}  // namespace qrun

@@ -1,0 +1,116 @@
+// Sixteen lanes in one zmm register: AVX-512 F, BW, VL, DQ; byte dot products with VNNI.
+#pragma once
+#include <immintrin.h>
+
+#include "types.h"
+
+namespace qrun::QRUN_NS {
+
+struct f32x16 {
+  __m512 v;
+};
+struct i32x16 {
+  __m512i v;
+};
+
+// Register grid of the product (kernels/qmm/README.md counts the registers): rows of x by digits.
+constexpr int kMaxTile[kMaxDigits + 1] = {0, 8, 8, 6};
+
+static inline f32x16 splat(float x) { return {_mm512_set1_ps(x)}; }
+static inline f32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+static inline void store(float* p, f32x16 a) { _mm512_storeu_ps(p, a.v); }
+static inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+static inline f32x16 operator+(f32x16 a, f32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+static inline f32x16 operator-(f32x16 a, f32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+static inline f32x16 operator*(f32x16 a, f32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+static inline f32x16 operator/(f32x16 a, f32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+static inline f32x16 max(f32x16 a, f32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+static inline f32x16 min(f32x16 a, f32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline float sum(f32x16 a) { return _mm512_reduce_add_ps(a.v); }
+static inline float greatest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
+
+static inline i32x16 splat_i(int x) { return {_mm512_set1_epi32(x)}; }
+static inline i32x16 load_i(const void* p) { return {_mm512_loadu_si512(p)}; }
+static inline void store_i(void* p, i32x16 a) { _mm512_storeu_si512(p, a.v); }
+static inline i32x16 operator+(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+static inline i32x16 operator-(i32x16 a, i32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+static inline i32x16 operator&(i32x16 a, i32x16 b) { return {_mm512_and_si512(a.v, b.v)}; }
+static inline i32x16 max(i32x16 a, i32x16 b) { return {_mm512_max_epi32(a.v, b.v)}; }
+template <int S>
+static inline i32x16 shl(i32x16 a) {
+  return {_mm512_slli_epi32(a.v, S)};
+}
+template <int S>
+static inline i32x16 shr(i32x16 a) {
+  return {_mm512_srli_epi32(a.v, S)};
+}
+template <int S>
+static inline i32x16 sra(i32x16 a) {
+  return {_mm512_srai_epi32(a.v, S)};
+}
+static inline int sum(i32x16 a) { return _mm512_reduce_add_epi32(a.v); }
+static inline int greatest(i32x16 a) { return _mm512_reduce_max_epi32(a.v); }
+
+static inline f32x16 to_float(i32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+static inline i32x16 round_to_int(f32x16 a) { return {_mm512_cvtps_epi32(a.v)}; }
+static inline i32x16 bits_of(f32x16 a) { return {_mm512_castps_si512(a.v)}; }
+static inline f32x16 float_of(i32x16 a) { return {_mm512_castsi512_ps(a.v)}; }
+
+static inline f32x16 load_f16(const void* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
+}
+static inline void store_f16(void* p, f32x16 a) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, 0));
+}
+static inline f32x16 load_bf16(const void* p) {
+  __m512i w = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(w, 16))};
+}
+static inline void store_u16(void* p, i32x16 a) {  // the low half of each lane
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(a.v));
+}
+
+// The low byte of each lane, in order, or each eight lanes in the order 0 2 4 6 1 3 5 7.
+static inline void store_bytes(int8_t* p, i32x16 a) {
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v));
+}
+static inline void store_bytes_even_odd(int8_t* p, i32x16 a) {
+  const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_permutexvar_epi32(order, a.v)));
+}
+
+// A 16-entry byte table, one copy per 128-bit lane; every index byte is below 16.
+static inline i32x16 lookup(const uint8_t* table, i32x16 index) {
+  __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
+  return {_mm512_shuffle_epi8(t, index.v)};
+}
+
+// acc + the dot product of each lane's four unsigned bytes with the four signed bytes at p.
+// dot_small: the unsigned bytes are at most 24, so pairs cannot overflow 16 bits.
+static inline i32x16 dot_small(i32x16 acc, i32x16 codes, const int8_t* p) {
+  int x;
+  __builtin_memcpy(&x, p, 4);
+#ifdef __AVX512VNNI__
+  return {_mm512_dpbusd_epi32(acc.v, codes.v, _mm512_set1_epi32(x))};
+#else
+  __m512i pairs = _mm512_maddubs_epi16(codes.v, _mm512_set1_epi32(x));
+  return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+#endif
+}
+static inline i32x16 dot_byte(i32x16 acc, i32x16 codes, const int8_t* p) {
+#ifdef __AVX512VNNI__
+  return dot_small(acc, codes, p);
+#else
+  int x;
+  __builtin_memcpy(&x, p, 4);
+  __m512i xs = _mm512_set1_epi32(x);
+  __m512i even = _mm512_madd_epi16(_mm512_and_si512(codes.v, _mm512_set1_epi16(255)),
+                                   _mm512_srai_epi16(_mm512_slli_epi16(xs, 8), 8));
+  __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(codes.v, 8), _mm512_srai_epi16(xs, 8));
+  return {_mm512_add_epi32(acc.v, _mm512_add_epi32(even, odd))};
+#endif
+}
+
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+}  // namespace qrun::QRUN_NS

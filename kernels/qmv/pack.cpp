@@ -1,0 +1,125 @@
+// MLX's rows -> the stream: 16 rows side by side, a group of codes, then its scales and biases.
+// The drawing is in README.md. 2- and 3-bit codes are widened to 4 bits, 5 and 6 to 8: the numbers
+// they stand for stay the same.
+#include <cstring>
+
+#include "../common/op.h"
+#include "../common/pool.h"
+
+namespace qrun {
+namespace {
+
+struct Source {
+  const uint32_t* w;  // (n, k*bits/32)
+  const char* scales;
+  const char* biases;  // null for mxfp4
+  int bits;
+};
+
+// Codes i .. i + 32/wide of a row, widened into one dword.
+inline uint32_t widened(const uint32_t* row, int i, int bits, int wide) {
+  const int per_dword = 32 / wide;
+  uint32_t out = 0;
+  for (int j = 0; j < per_dword; j++) {
+    const int at = (i + j) * bits, word = at / 32, shift = at % 32;
+    uint64_t two = row[word];
+    if (shift + bits > 32) two |= static_cast<uint64_t>(row[word + 1]) << 32;
+    out |= static_cast<uint32_t>(two >> shift & ((1u << bits) - 1)) << (j * wide);
+  }
+  return out;
+}
+
+void pack_block(const Matrix& m, const Source& s, uint8_t* out, int block) {
+  const int lanes = std::min(kLanes, m.n - block * kLanes), groups = m.k / m.group;
+  const int dwords = m.group * m.bits / 32, item = static_cast<int>(size_of(m.scales));
+  const size_t words = static_cast<size_t>(m.k) * s.bits / 32;
+  uint8_t* p = out + block * m.block_bytes();
+  if (lanes < kLanes) std::memset(p, 0, m.block_bytes());
+  for (int lane = 0; lane < lanes; lane++) {
+    const size_t row = static_cast<size_t>(block) * kLanes + lane;
+    const uint32_t* w = s.w + row * words;
+    for (int g = 0; g < groups; g++) {
+      uint8_t* q = p + g * m.group_bytes();
+      uint32_t* codes = reinterpret_cast<uint32_t*>(q) + lane;
+      if (s.bits == m.bits)
+        for (int i = 0; i < dwords; i++) codes[i * kLanes] = w[g * dwords + i];
+      else
+        for (int i = 0; i < dwords; i++)
+          codes[i * kLanes] = widened(w, g * m.group + i * 32 / m.bits, s.bits, m.bits);
+      uint8_t* scales = q + m.codes_bytes() + lane * item;
+      if (m.fp4) {
+        // value = scale/2 * (code number) - 6*scale; both factors are exact in float32
+        const uint8_t e8 = static_cast<uint8_t>(s.scales[row * groups + g]);
+        uint32_t b = e8 ? static_cast<uint32_t>(e8) << 23 : 0x00400000;
+        float scale;
+        std::memcpy(&scale, &b, 4);
+        if (e8 == 255) scale = __builtin_nanf("");
+        const float pair[2] = {scale / 2, scale * -6};
+        std::memcpy(scales, &pair[0], 4);
+        std::memcpy(scales + kLanes * item, &pair[1], 4);
+      } else {
+        std::memcpy(scales, s.scales + (row * groups + g) * item, item);
+        std::memcpy(scales + kLanes * item, s.biases + (row * groups + g) * item, item);
+      }
+    }
+  }
+}
+
+class Pack : public CpuPrimitive {
+ public:
+  Pack(mx::Stream s, Matrix m, int bits) : CpuPrimitive(s), m_(m), bits_(bits) {}
+  const char* name() const override { return "qrun_pack"; }
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    Source s{reinterpret_cast<const uint32_t*>(dense(in[0], stream())), dense(in[1], stream()),
+             in.size() > 2 ? dense(in[2], stream()) : nullptr, bits_};
+    mx::cpu::get_command_encoder(stream()).dispatch(
+        [m = m_, s, to = allocate<uint8_t>(out[0])] {
+          parallel(m.blocks(), std::max(1, m.blocks() / (8 * threads())), [&](int b0, int b1) {
+            for (int b = b0; b < b1; b++) pack_block(m, s, to, b);
+          });
+        });
+  }
+
+ private:
+  Matrix m_;
+  int bits_;
+};
+
+}  // namespace
+
+mx::array pack(const mx::array& w, const mx::array& scales, const std::optional<mx::array>& biases,
+               int bits, int group, const std::string& mode) {
+  const bool fp4 = mode == "mxfp4";
+  require(mode == "affine" || fp4, "pack: mode \"" + mode + "\" has no CPU kernel");
+  require(bits >= 2 && bits <= 8 && bits != 7 && (!fp4 || bits == 4),
+          "pack: " + std::to_string(bits) + " bits in mode " + mode + " have no CPU kernel");
+  require(group == 32 || group == 64 || group == 128,
+          "pack: group_size must be 32, 64 or 128, not " + std::to_string(group));
+  require(w.ndim() == 2 && w.dtype() == mx::uint32, "pack: w must be uint32 (n, k*bits/32)");
+  const int n = w.shape(0);
+  const int64_t row_bits = static_cast<int64_t>(w.shape(1)) * 32;
+  require(n >= 1 && row_bits % bits == 0 && row_bits / bits % group == 0,
+          "pack: w has shape " + text(w.shape()) + ", which is no whole number of groups of " +
+              std::to_string(group) + " at " + std::to_string(bits) + " bits");
+  const int k = static_cast<int>(row_bits / bits);
+  require_shape("pack", "scales", scales, {n, k / group});
+  require(biases.has_value() != fp4,
+          fp4 ? "pack: mxfp4 has no biases" : "pack: affine matrices need biases");
+  std::vector<mx::array> inputs{w, scales};
+  if (biases) {
+    require_shape("pack", "biases", *biases, {n, k / group});
+    require(biases->dtype() == scales.dtype(), "pack: scales and biases must have one dtype");
+    inputs.push_back(*biases);
+  }
+  require(!fp4 || scales.dtype() == mx::uint8, "pack: mxfp4 scales must be uint8");
+  const Type type = fp4 ? Type::f32 : type_of(scales.dtype(), "pack", "scales");
+  const Matrix m{nullptr, n, k, bits <= 4 ? 4 : 8, group, type, fp4};
+  const size_t bytes = m.block_bytes() * m.blocks();
+  require(bytes < (size_t{1} << 31), "pack: the matrix needs " + std::to_string(bytes) +
+                                         " bytes, MLX's axes end at 2^31");
+  return mx::array({static_cast<int>(bytes)}, mx::uint8,
+                   std::make_shared<Pack>(cpu_stream(), m, bits), std::move(inputs));
+}
+
+}  // namespace qrun

@@ -1,0 +1,156 @@
+// qmv and qmm as MLX primitives: one contract, one class. The kernel marches over blocks of 16 rows
+// of w; this file checks, prepares x and deals blocks and tiles of x out to the threads.
+#include <algorithm>
+
+#include "../common/op.h"
+#include "../common/pool.h"
+
+namespace qrun {
+
+Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits, int group,
+                 Type scales, const std::string& mode) {
+  const std::string at = std::string(op) + ": ";
+  require(n >= 1 && k >= 1, at + "n and k must be at least 1");
+  require(mode == "affine" || mode == "mxfp4", at + "mode \"" + mode + "\" has no CPU kernel");
+  require(bits >= 2 && bits <= 8 && bits != 7, at + "bits must be 2, 3, 4, 5, 6 or 8");
+  require(group == 32 || group == 64 || group == 128, at + "group_size must be 32, 64 or 128");
+  require(k % group == 0, at + "k = " + std::to_string(k) + " is not a multiple of group_size = " +
+                              std::to_string(group));
+  Matrix m{nullptr, n, k, bits <= 4 ? 4 : 8, group, scales, mode == "mxfp4"};
+  const size_t bytes = m.block_bytes() * m.blocks();
+  require(packed.dtype() == mx::uint8 && packed.ndim() == 1 && packed.size() == bytes,
+          at + "packed has shape " + text(packed.shape()) + ", expected (" +
+              std::to_string(bytes) + ",) uint8, the result of pack() for n = " +
+              std::to_string(n) + ", k = " + std::to_string(k));
+  return m;
+}
+
+namespace {
+
+constexpr size_t kShareBytes = 64 << 10;  // packed bytes worth handing to another thread
+constexpr size_t kPanelBytes = 768 << 10;  // digits of x that stay in L2 while blocks of w pass
+
+class Product : public CpuPrimitive {
+ public:
+  Product(mx::Stream s, const char* name, Matrix w, Epilogue e, float eps, int digits, bool norm,
+          bool bias, bool residual)
+      : CpuPrimitive(s), name_(name), w_(w), e_(e), eps_(eps), digits_(digits), norm_(norm),
+        bias_(bias), residual_(residual) {}
+
+  const char* name() const override { return name_; }
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    size_t next = 2;
+    auto take = [&](bool there) { return there ? dense(in[next++], stream()) : nullptr; };
+    Matrix w = w_;
+    w.data = reinterpret_cast<const uint8_t*>(dense(in[1], stream()));
+    Prologue p{dense(in[0], stream()), type_of(in[0].dtype(), name_, "x"), nullptr, Type::f32, eps_};
+    if (norm_) p.norm_type = type_of(in[next].dtype(), name_, "norm_weight");
+    p.norm = take(norm_);
+    Epilogue e = e_;
+    if (bias_) e.bias_type = type_of(in[next].dtype(), name_, "bias");
+    e.bias = take(bias_);
+    if (residual_) e.residual_type = type_of(in[next].dtype(), name_, "residual");
+    e.residual = take(residual_);
+    e.y = allocate<char>(out[0]);
+
+    const Kernels* run = &kernels();
+    Digits d{};
+    d.m = static_cast<int>(in[0].size() / w.k);
+    d.k = w.k;
+    d.group = w.group;
+    d.count = digits_;
+    d.even_odd = w.bits == 4;
+    d.tile = std::min(tile_height(std::min(d.m, 8)), run->max_tile[d.count]);
+    const size_t rows = static_cast<size_t>(d.tiles()) * d.tile;
+    d.digits = static_cast<int8_t*>(scratch(rows * d.count * d.k, stream()));
+    d.meta = static_cast<float*>(scratch(rows * 2 * (d.k / d.group) * sizeof(float), stream()));
+    if (d.m == 0) return;
+    encoder.dispatch([run, w, p, d, e] { compute(*run, w, p, d, e); });
+  }
+
+ private:
+  static void compute(const Kernels& run, const Matrix& w, const Prologue& p, const Digits& d,
+                      const Epilogue& e) {
+    const int tiles = d.tiles(), blocks = w.blocks();
+    const size_t elements = static_cast<size_t>(d.m) * d.k;
+    parallel(tiles, elements < 32768 ? tiles : std::max(1, tiles / (8 * threads())),
+             [&](int t0, int t1) { run.prepare(p, d, t0, t1); });
+
+    // A panel of x: as many tiles as stay in a core's L2. Items are (panel, run of blocks).
+    const size_t tile_bytes = static_cast<size_t>(d.tile) * d.count * d.k;
+    const int panel = std::max(1, std::min(tiles, static_cast<int>(kPanelBytes / tile_bytes)));
+    const int panels = (tiles + panel - 1) / panel;
+    const size_t work = w.block_bytes() * std::min(panel, 4);
+    const int least = std::max<int>(1, kShareBytes / 2 / work);
+    const int run_length = std::max(least, blocks / (4 * threads()));
+    const int runs = (blocks + run_length - 1) / run_length;
+    parallel(panels * runs, 1, [&](int i0, int i1) {
+      for (int i = i0; i < i1; i++) {
+        const int t0 = i / runs * panel, b0 = i % runs * run_length;
+        run.product(w, d, e, b0, std::min(blocks, b0 + run_length), t0, std::min(tiles, t0 + panel));
+      }
+    });
+  }
+
+  const char* name_;
+  Matrix w_;
+  Epilogue e_;
+  float eps_;
+  int digits_;
+  bool norm_, bias_, residual_;
+};
+
+}  // namespace
+
+mx::array product(const char* op, const mx::array& x, const mx::array& packed, int n, int k,
+                  int bits, int group, const ProductOptions& o) {
+  const std::string at = std::string(op) + ": ";
+  require(x.ndim() >= 1 && x.shape(-1) == k,
+          at + "x has shape " + text(x.shape()) + ", its last axis must be k = " + std::to_string(k));
+  const Matrix w = matrix_of(op, packed, n, k, bits, group, o.scales, o.mode);
+  Epilogue e{};
+  e.type = type_of(x.dtype(), op, "x");
+  e.scale = o.scale;
+  require(o.activation == "none" || o.activation == "swiglu" || o.activation == "geglu",
+          at + "activation must be none, swiglu or geglu, not \"" + o.activation + "\"");
+  e.activation = o.activation == "none"     ? Activation::none
+                 : o.activation == "swiglu" ? Activation::swiglu
+                                            : Activation::geglu;
+  const bool gated = e.activation != Activation::none;
+  require(!gated || n % 2 == 0, at + "n = " + std::to_string(n) + " must be even for " + o.activation);
+  mx::Shape shape = x.shape();
+  shape.back() = gated ? n / 2 : n;
+  int digits = 3;
+  if (o.activations == "exact")
+    digits = 3;
+  else if (o.activations == "int8")
+    digits = 1;
+  else
+    require(o.activations == "default",
+            at + "activations must be default, exact or int8, not \"" + o.activations + "\"");
+  std::vector<mx::array> inputs{x, packed};
+  if (o.norm) {
+    require_shape(op, "norm_weight", *o.norm, {k});
+    type_of(o.norm->dtype(), op, "norm_weight");
+    inputs.push_back(*o.norm);
+  }
+  if (o.bias) {
+    require_shape(op, "bias", *o.bias, {n});
+    type_of(o.bias->dtype(), op, "bias");
+    inputs.push_back(*o.bias);
+  }
+  if (o.residual) {
+    require_shape(op, "residual", *o.residual, shape);
+    type_of(o.residual->dtype(), op, "residual");
+    inputs.push_back(*o.residual);
+  }
+  return mx::array(std::move(shape), x.dtype(),
+                   std::make_shared<Product>(cpu_stream(), op, w, e, o.eps, digits,
+                                             o.norm.has_value(), o.bias.has_value(),
+                                             o.residual.has_value()),
+                   std::move(inputs));
+}
+
+}  // namespace qrun

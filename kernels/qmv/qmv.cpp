@@ -1,0 +1,141 @@
+// y = x @ w.T for a few rows of x: w is read once, as one sequential stream, and never unpacked
+// into memory. From small to large (drawing and worklog in README.md):
+//
+//   lane    one row of w. A dword holds eight 4-bit codes of that row (or four 8-bit codes).
+//   dot     codes are bytes after one AND (and one shift for the high halves); the byte dot product
+//           takes four codes of every lane and the same four digits of x, and adds to 32 bits.
+//   group   whole-number sums of each digit of each row of x: exact. Then one step in float32:
+//             acc += scale * (x_scale * sum) + bias * x_sum
+//   row     acc marches over the groups of 16 rows of w, finish() writes 16 results.
+//   tile    MT rows of x share every load and unpacking of w; MT*D whole-number and MT float
+//           accumulators stay in registers for the whole march.
+//
+// The order of additions depends on nothing but k: any M, tile or thread count gives the same bits.
+#include "../common/epilogue.h"
+#include "../common/kernels.h"
+
+namespace qrun::QRUN_NS {
+
+// e2m1, times two, plus twelve: 0 .5 1 1.5 2 3 4 6 and their negatives
+alignas(16) static const uint8_t kFp4[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                             12, 11, 10, 9,  8,  6,  4,  0};
+
+// The digits' sums, put together as one float32 each: at most 2^26 (4 bits) before rounding.
+template <int D>
+static inline f32x16 join(const i32x16* s) {
+  if constexpr (D == 1) return to_float(s[0]);
+  if constexpr (D == 2) return to_float(shl<8>(s[0]) + s[1]);
+  return fma(to_float(s[0]), splat(65536), to_float(shl<8>(s[1]) + s[2]));
+}
+
+constexpr int kAhead = 8192;  // bytes; 1 KB ahead is worse than none
+
+template <int BITS, bool FP4, int D, int MT>
+static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int block, int t) {
+  const uint8_t* p = w.data + block * w.block_bytes();
+  const int8_t* x = tile_digits(digits, t);
+  const float* meta = tile_meta(digits, t);
+  const int groups = w.k / w.group, chunks = w.group / kChunk;
+  const size_t scales_bytes = kLanes * size_of(w.scales);
+  f32x16 acc[MT];
+  QRUN_UNROLL
+  for (int m = 0; m < MT; m++) acc[m] = splat(0);
+
+  for (int g = 0; g < groups; g++) {
+    i32x16 s[MT][D];
+    QRUN_UNROLL
+    for (int m = 0; m < MT; m++)
+      QRUN_UNROLL
+      for (int d = 0; d < D; d++) s[m][d] = splat_i(0);
+
+    for (int c = 0; c < chunks; c++) {
+      QRUN_UNROLL
+      for (int i = 0; i < BITS; i++) {  // BITS dwords of a lane are one chunk of 32 k
+        prefetch(p + i * 64 + kAhead);
+        i32x16 codes = load_i(p + i * 64);
+        if constexpr (BITS == 8) {
+          QRUN_UNROLL
+          for (int m = 0; m < MT; m++)
+            QRUN_UNROLL
+            for (int d = 0; d < D; d++)
+              s[m][d] = dot_byte(s[m][d], codes, x + (m * D + d) * kChunk + i * 4);
+        } else {
+          const i32x16 mask = splat_i(0x0f0f0f0f);
+          i32x16 even = codes & mask, odd = shr<4>(codes) & mask;
+          if constexpr (FP4) {
+            even = lookup(kFp4, even);
+            odd = lookup(kFp4, odd);
+          }
+          QRUN_UNROLL
+          for (int m = 0; m < MT; m++)
+            QRUN_UNROLL
+            for (int d = 0; d < D; d++)
+              s[m][d] = dot_small(s[m][d], even, x + (m * D + d) * kChunk + i * 8);
+          QRUN_UNROLL
+          for (int m = 0; m < MT; m++)
+            QRUN_UNROLL
+            for (int d = 0; d < D; d++)
+              s[m][d] = dot_small(s[m][d], odd, x + (m * D + d) * kChunk + i * 8 + 4);
+        }
+      }
+      p += BITS * 64;
+      x += MT * D * kChunk;
+    }
+    prefetch(p + kAhead);
+    f32x16 scale = load(p, w.scales), bias = load(p + scales_bytes, w.scales);
+    p += 2 * scales_bytes;
+    QRUN_UNROLL
+    for (int m = 0; m < MT; m++) {
+      acc[m] = fma(scale, join<D>(s[m]) * splat(meta[m]), acc[m]);
+      acc[m] = fma(bias, splat(meta[MT + m]), acc[m]);
+    }
+    meta += 2 * MT;
+  }
+  QRUN_UNROLL
+  for (int m = 0; m < MT; m++) {
+    const int row = t * digits.tile + m;
+    if (row < digits.m) finish(e, w.n, block, row, acc[m]);
+  }
+}
+
+using Tile = void (*)(const Matrix&, const Digits&, const Epilogue&, int, int);
+
+template <int BITS, bool FP4, int D>
+static Tile pick_rows(int rows) {
+  constexpr int most = kMaxTile[D];
+  if (rows == 1) return tile<BITS, FP4, D, 1>;
+  if constexpr (most >= 2)
+    if (rows == 2) return tile<BITS, FP4, D, 2>;
+  if constexpr (most >= 4)
+    if (rows == 4) return tile<BITS, FP4, D, 4>;
+  if constexpr (most >= 6)
+    if (rows == 6) return tile<BITS, FP4, D, 6>;
+  if constexpr (most >= 8)
+    if (rows == 8) return tile<BITS, FP4, D, 8>;
+  __builtin_trap();  // tile_height() knows no other
+}
+
+template <int BITS, bool FP4>
+static Tile pick(int count, int rows) {
+  return count == 1   ? pick_rows<BITS, FP4, 1>(rows)
+         : count == 2 ? pick_rows<BITS, FP4, 2>(rows)
+                      : pick_rows<BITS, FP4, 3>(rows);
+}
+
+void product(const Matrix& w, const Digits& x, const Epilogue& e, int block0, int block1, int tile0,
+             int tile1) {
+  if (tile0 >= tile1) return;
+  auto choose = [&](int t) {
+    const int rows = rows_in_tile(x, t);
+    return w.bits == 8 ? pick<8, false>(x.count, rows)
+           : w.fp4     ? pick<4, true>(x.count, rows)
+                       : pick<4, false>(x.count, rows);
+  };
+  const Tile full = choose(tile0), last = choose(tile1 - 1);
+  for (int b = block0; b < block1; b++) {
+    for (int t = tile0; t < tile1 - 1; t++) full(w, x, e, b, t);
+    last(w, x, e, b, tile1 - 1);
+  }
+}
+
+}  // namespace qrun::QRUN_NS

@@ -1,0 +1,25 @@
+// y = x * rsqrt(mean(x^2) + eps) * weight, one row at a time; float32 inside, one rounding.
+#include "../common/kernels.h"
+#include "../common/vec.h"
+
+namespace qrun::QRUN_NS {
+
+void rms_norm(const RmsNorm& a, int row0, int row1) {
+  for (int row = row0; row < row1; row++) {
+    const void* x = at(a.x, a.type, (size_t)row * a.d);
+    void* y = at(a.y, a.type, (size_t)row * a.d);
+    f32x16 squares = splat(0);
+    for (int i = 0; i < a.d; i += 16) {
+      f32x16 v = load_first(at(x, a.type, i), a.type, a.d - i);
+      squares = fma(v, v, squares);
+    }
+    const f32x16 r = splat(1.0f / __builtin_sqrtf(sum(squares) / a.d + a.eps));
+    for (int i = 0; i < a.d; i += 16) {
+      f32x16 v = load_first(at(x, a.type, i), a.type, a.d - i);
+      f32x16 weight = load_first(at(a.weight, a.weight_type, i), a.weight_type, a.d - i);
+      store_first(at(y, a.type, i), a.type, v * r * weight, a.d - i);
+    }
+  }
+}
+
+}  // namespace qrun::QRUN_NS

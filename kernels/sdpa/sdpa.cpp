@@ -1,0 +1,235 @@
+// softmax(q k^T) v over the cache, one read of k and v for all query rows that can share it.
+//
+//   row     a query head at a position; the rows of one kv head are ordered by position, then head
+//   tile    up to 8 such rows: every k and v that is loaded serves them all
+//   block   64 keys: scores of the tile, their maximum, exp, then the weighted sum of v
+//   chunk   512 keys: a softmax of its own (maximum m, sum l, weighted values o). Chunks are merged
+//           in order, by whoever has them: one thread after another chunk, or sdpa_merge when the
+//           chunks were computed by several. Both give the same bits, for any L and thread count.
+#include "../common/kernels.h"
+#include "../common/vec.h"
+
+namespace qrun::QRUN_NS {
+
+constexpr int kBlock = 64;
+constexpr int kMaxRows = 8;
+constexpr int kMaxHead = 512;
+
+template <Type T>
+static inline f32x16 load_as(const void* base, size_t i) {
+  if constexpr (T == Type::f32) return load((const float*)base + i);
+  if constexpr (T == Type::f16) return load_f16((const uint16_t*)base + i);
+  return load_bf16((const uint16_t*)base + i);
+}
+
+static inline f32x16 tanh(f32x16 x) {
+  return splat(1) - splat(2) / (exp(x * splat(2)) + splat(1));
+}
+
+// One softmax over some keys: m, l and o of R rows. D numbers in o are padded to 16.
+struct State {
+  float m[kMaxRows], l[kMaxRows];
+  alignas(64) float o[kMaxRows][kMaxHead];
+
+  void clear(int rows, int d) {
+    for (int r = 0; r < rows; r++) {
+      m[r] = -__builtin_inff();
+      l[r] = 0;
+      for (int i = 0; i < d; i += 16) store(o[r] + i, splat(0));
+    }
+  }
+};
+
+static inline float exp1(float x) {
+  alignas(64) float lanes[16];
+  store(lanes, exp(splat(x)));
+  return lanes[0];
+}
+
+// total += part, for one row of d numbers.
+static void merge(float& m, float& l, float* o, float part_m, float part_l, const float* part_o,
+                  int d) {
+  if (part_m == -__builtin_inff()) return;
+  const float top = m > part_m ? m : part_m;
+  const float keep = exp1(m - top), add = exp1(part_m - top);
+  m = top;
+  l = l * keep + part_l * add;
+  for (int i = 0; i < d; i += 16)
+    store(o + i, fma(load(part_o + i), splat(add), load(o + i) * splat(keep)));
+}
+
+struct Tile {
+  const float* q;  // (rows, d16), scaled, padded with zeros
+  const char *k, *v;  // (capacity, D) of this kv head
+  int position[kMaxRows];  // of each row
+  int rows;
+};
+
+// Scores of keys j0 .. j0+n-1, then the online softmax step.
+template <int R, Type T>
+static void block(const Sdpa& a, const Tile& t, int j0, int n, State& s) {
+  const int D = a.head_dim, whole = D & ~15, d16 = (D + 15) & ~15;
+  alignas(64) float p[R][kBlock];
+  for (int j = 0; j < n; j++) {
+    const char* key = t.k + (size_t)(j0 + j) * D * size_of(T);
+    f32x16 dot[R];
+    QRUN_UNROLL
+    for (int r = 0; r < R; r++) dot[r] = splat(0);
+    for (int i = 0; i < whole; i += 16) {
+      f32x16 k = load_as<T>(key, i);
+      QRUN_UNROLL
+      for (int r = 0; r < R; r++) dot[r] = fma(k, load(t.q + r * d16 + i), dot[r]);
+    }
+    if (whole < D) {
+      f32x16 k = load_first(at(key, T, whole), T, D - whole);
+      for (int r = 0; r < R; r++) dot[r] = fma(k, load(t.q + r * d16 + whole), dot[r]);
+    }
+    for (int r = 0; r < R; r++) p[r][j] = sum(dot[r]);
+  }
+  const int n16 = (n + 15) & ~15;
+  for (int r = 0; r < R; r++) {
+    if (a.softcap > 0)
+      for (int j = 0; j < n; j += 16)
+        store(p[r] + j, tanh(load(p[r] + j) * splat(1 / a.softcap)) * splat(a.softcap));
+    const int at = t.position[r];
+    const int first = a.window > 0 && at - a.window + 1 > j0 ? at - a.window + 1 - j0 : 0;
+    const int end = at + 1 - j0 < n ? at + 1 - j0 : n;
+    for (int j = 0; j < n16; j++)
+      if (j < first || j >= end) p[r][j] = -__builtin_inff();
+    f32x16 top16 = load(p[r]);
+    for (int j = 16; j < n16; j += 16) top16 = max(top16, load(p[r] + j));
+    float top = greatest(top16);
+    top = s.m[r] > top ? s.m[r] : top;
+    if (top == -__builtin_inff()) {  // nothing visible yet; keep exp away from inf - inf
+      for (int j = 0; j < n16; j += 16) store(p[r] + j, splat(0));
+      continue;
+    }
+    const float keep = exp1(s.m[r] - top);
+    f32x16 total = splat(0);
+    for (int j = 0; j < n16; j += 16) {
+      f32x16 e = exp(load(p[r] + j) - splat(top));
+      store(p[r] + j, e);
+      total = total + e;
+    }
+    s.m[r] = top;
+    s.l[r] = s.l[r] * keep + sum(total);
+    if (keep != 1)
+      for (int i = 0; i < d16; i += 16) store(s.o[r] + i, load(s.o[r] + i) * splat(keep));
+  }
+  for (int i = 0; i < D; i += 16) {
+    f32x16 o[R];
+    QRUN_UNROLL
+    for (int r = 0; r < R; r++) o[r] = load(s.o[r] + i);
+    for (int j = 0; j < n; j++) {
+      const size_t e = (size_t)(j0 + j) * D + i;
+      f32x16 v = i < whole ? load_as<T>(t.v, e) : load_first(at(t.v, T, e), T, D - i);
+      QRUN_UNROLL
+      for (int r = 0; r < R; r++) o[r] = fma(splat(p[r][j]), v, o[r]);
+    }
+    QRUN_UNROLL
+    for (int r = 0; r < R; r++) store(s.o[r] + i, o[r]);
+  }
+}
+
+using Block = void (*)(const Sdpa&, const Tile&, int, int, State&);
+
+template <int R>
+static Block pick_type(Type t) {
+  return t == Type::f32   ? block<R, Type::f32>
+         : t == Type::f16 ? block<R, Type::f16>
+                          : block<R, Type::bf16>;
+}
+static Block pick(int rows, Type t, int& height) {
+  height = rows <= 4 ? rows : 8;
+  return rows == 1   ? pick_type<1>(t)
+         : rows == 2 ? pick_type<2>(t)
+         : rows == 3 ? pick_type<3>(t)
+         : rows == 4 ? pick_type<4>(t)
+                     : pick_type<8>(t);
+}
+
+static void write(const Sdpa& a, int b, int kv, int row, float l, const float* o) {
+  const int group = a.heads / a.kv_heads, head = kv * group + row % group, at_l = row / group;
+  const size_t out = (((size_t)b * a.length + at_l) * a.heads + head) * a.head_dim;
+  const f32x16 inverse = splat(1 / l);
+  for (int i = 0; i < a.head_dim; i += 16)
+    store_first(at(a.y, a.type, out + i), a.type, load(o + i) * inverse, a.head_dim - i);
+}
+
+static int row_tiles(const Sdpa& a) {
+  return (a.heads / a.kv_heads * a.length + a.tile - 1) / a.tile;
+}
+
+// Items: (B, Hkv, row tiles), or (B, Hkv, row tiles, chunks) when `partial` is there.
+void sdpa(const Sdpa& a, int item0, int item1) {
+  const int group = a.heads / a.kv_heads, rows_all = group * a.length, tiles = row_tiles(a);
+  const int D = a.head_dim, d16 = (D + 15) & ~15;
+  alignas(64) float q[kMaxRows * kMaxHead];
+  static thread_local State part, total;
+  for (int item = item0; item < item1; item++) {
+    const int chunk = a.partial ? item % a.chunks : -1, unit = a.partial ? item / a.chunks : item;
+    const int tile = unit % tiles, head = unit / tiles, kv = head % a.kv_heads,
+              b = head / a.kv_heads;
+    const int row0 = tile * a.tile;
+    Tile t;
+    t.rows = rows_all - row0 < a.tile ? rows_all - row0 : a.tile;
+    int height;
+    const Block step = pick(t.rows, a.cache_type, height);
+    const size_t cache = ((size_t)b * a.kv_heads + kv) * a.capacity * D;
+    t.k = (const char*)at(a.k_cache, a.cache_type, cache);
+    t.v = (const char*)at(a.v_cache, a.cache_type, cache);
+    t.q = q;
+    for (int r = 0; r < height; r++) {  // spare rows repeat the last one
+      const int row = row0 + (r < t.rows ? r : t.rows - 1);
+      const size_t from =
+          (((size_t)b * a.heads + kv * group + row % group) * a.length + row / group) * D;
+      t.position[r] = a.offset + row / group;
+      for (int i = 0; i < D; i += 16)
+        store(q + r * d16 + i,
+              load_first(at(a.q, a.type, from + i), a.type, D - i) * splat(a.scale));
+    }
+    const int last = t.position[t.rows - 1];
+    const int first = a.window > 0 && t.position[0] >= a.window ? t.position[0] - a.window + 1 : 0;
+    total.clear(t.rows, D);
+    for (int c = chunk < 0 ? first / a.chunk : chunk; c <= (chunk < 0 ? last / a.chunk : chunk);
+         c++) {
+      part.clear(height, D);
+      const int end = (c + 1) * a.chunk < last + 1 ? (c + 1) * a.chunk : last + 1;
+      for (int j = c * a.chunk; j < end; j += kBlock)
+        if (j + kBlock > first) step(a, t, j, end - j < kBlock ? end - j : kBlock, part);
+      for (int r = 0; r < t.rows; r++) {
+        if (chunk < 0) {
+          merge(total.m[r], total.l[r], total.o[r], part.m[r], part.l[r], part.o[r], D);
+        } else {
+          float* out = a.partial + ((size_t)item * a.tile + r) * (16 + d16);
+          out[0] = part.m[r];
+          out[1] = part.l[r];
+          for (int i = 0; i < D; i += 16) store(out + 16 + i, load(part.o[r] + i));
+        }
+      }
+    }
+    if (chunk < 0)
+      for (int r = 0; r < t.rows; r++) write(a, b, kv, row0 + r, total.l[r], total.o[r]);
+  }
+}
+
+// Items: (B, Hkv, row tiles).
+void sdpa_merge(const Sdpa& a, int item0, int item1) {
+  const int rows_all = a.heads / a.kv_heads * a.length, tiles = row_tiles(a), D = a.head_dim,
+            d16 = (D + 15) & ~15;
+  alignas(64) float o[kMaxHead];
+  for (int item = item0; item < item1; item++) {
+    const int tile = item % tiles, head = item / tiles;
+    for (int r = 0; r < a.tile && tile * a.tile + r < rows_all; r++) {
+      float m = -__builtin_inff(), l = 0;
+      for (int i = 0; i < D; i += 16) store(o + i, splat(0));
+      for (int c = 0; c < a.chunks; c++) {
+        const float* part = a.partial + (((size_t)item * a.chunks + c) * a.tile + r) * (16 + d16);
+        merge(m, l, o, part[0], part[1], part + 16, D);
+      }
+      write(a, head / a.kv_heads, head % a.kv_heads, tile * a.tile + r, l, o);
+    }
+  }
+}
+
+}  // namespace qrun::QRUN_NS

@@ -1,0 +1,110 @@
+"""The CPU kernels (kernels/), each call one MLX primitive on the CPU stream.
+
+Inputs that are not row contiguous are copied; the caches of rope and sdpa are refused instead.
+A violated shape or dtype raises ValueError at the call; an offset that does not fit its cache
+raises RuntimeError at evaluation. Results have x's dtype.
+"""
+
+from typing import Literal
+
+import mlx.core as mx
+
+mlx_version: str
+"""The MLX release whose C++ ABI this extension was built against."""
+
+Activation = Literal["none", "swiglu", "geglu"]
+Activations = Literal["default", "exact", "int8"]
+Mode = Literal["affine", "mxfp4"]
+
+def pack(
+    w: mx.array,  # (N, K*bits/32) uint32
+    scales: mx.array,  # (N, K/group_size); uint8 for mxfp4
+    biases: mx.array | None,
+    bits: int,
+    group_size: int,
+    mode: Mode = "affine",
+) -> mx.array:  # (bytes,) uint8
+    """Repack into the stream that the products read. Bits 2 to 8 except 7, groups 32, 64, 128.
+
+    The other ops must be told the dtype of `scales` (float32 for mxfp4) and the same mode.
+    """
+
+def qmv(
+    x: mx.array,  # (..., K)
+    packed: mx.array,
+    n: int,
+    k: int,
+    bits: int,
+    group_size: int,
+    *,
+    scale_dtype: mx.Dtype,
+    norm_weight: mx.array | None = None,  # (K,): x is RMS-normalized first, with eps
+    eps: float = 0.0,
+    bias: mx.array | None = None,  # (N,)
+    residual: mx.array | None = None,  # the shape of the result
+    activation: Activation = "none",  # gated: rows of w alternate gate, up
+    scale: float = 1.0,
+    activations: Activations = "default",
+    mode: Mode = "affine",
+) -> mx.array:  # (..., N), or (..., N/2) when gated
+    """act(scale * x @ w.T + bias) + residual, summed in whole numbers and float32."""
+
+qmm = qmv
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array: ...
+def swiglu(gate_up: mx.array) -> mx.array: ...  # (..., 2N) interleaved -> (..., N)
+def argmax(logits: mx.array) -> mx.array:  # (..., V) -> (...) int32; -1: not all are finite
+    """The first largest index; 2**32 - 1 where a row holds a NaN or an infinity."""
+
+def embedding(
+    ids: mx.array,  # int32, uint32 or int64; outside the matrix: NaN rows
+    packed: mx.array,
+    n: int,
+    k: int,
+    bits: int,
+    group_size: int,
+    scale_dtype: mx.Dtype,
+    dtype: mx.Dtype,
+    scale: float = 1.0,
+    mode: Mode = "affine",
+) -> mx.array: ...
+def rope(
+    qkv: mx.array,  # (B, L, (H + 2*Hkv) * D)
+    k_cache: mx.array,  # (B, Hkv, C, D), updated in place
+    v_cache: mx.array,
+    offset: mx.array,  # int32 (1,)
+    table: mx.array,  # float32 (C, R/2, 2): cos, sin
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    q_norm: mx.array | None = None,  # (D,)
+    k_norm: mx.array | None = None,
+    eps: float = 0.0,
+) -> tuple[mx.array, mx.array, mx.array]: ...  # q (B, H, L, D), k_cache, v_cache
+def sdpa(
+    q: mx.array,  # (B, H, L, D)
+    k_cache: mx.array,  # (B, Hkv, C, D)
+    v_cache: mx.array,
+    offset: mx.array,  # int32 (1,)
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> mx.array: ...  # (B, L, H*D)
+def isa() -> str:
+    """The instruction set in use: the best this machine has, or QRUN_ISA's."""
+
+def force_isa(name: str) -> None: ...
+def threads() -> int: ...
+def set_threads(n: int) -> None:
+    """0: QRUN_NUM_THREADS, or as many as affinity and cgroup allow."""
+
+def read_bandwidth(bytes: int, threads: int = 0) -> float:
+    """GB/s of one pass of a loop that only reads; threads 1, or 0 for the whole pool."""
+
+def peak_flops(kind: Literal["f32", "int8"]) -> float:
+    """GOP/s of one thread's multiply-adds, counted as two."""
+
+def guarded(a: mx.array) -> mx.array:
+    """A copy whose last byte lies just before an unreadable page."""

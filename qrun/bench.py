@@ -1,0 +1,247 @@
+"""Speed, measured side by side: kernels against the machine's ceilings, models against peers.
+
+Everything that is compared runs interleaved in one go, and medians of ratios are reported: machines
+drift, and only what ran at the same time can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from qrun.errors import UsageError
+from qrun.generation import decode_step, prefill
+from qrun.loader import LoadedModel
+from qrun.ops import QuantizedMatrix, qmm, qmv
+from qrun.ops.qmv import qmv_bytes
+from qrun.quantization import Quantization
+
+PREFILLS = (16, 512, 2048)
+CONTEXTS = (16, 1024)
+STEPS = 32
+# N x K of layers of small and large models, odd K included.
+SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (1536, 576), (576, 1536))
+COLD_BYTES = 512 << 20  # matrices rotated through: more than any cache that is ours alone
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: a rate, the ceiling met in the same run, and the peers' rates."""
+
+    what: str
+    rate: float
+    unit: str
+    ceiling: float | None = None
+    peers: dict[str, float] = field(default_factory=dict[str, float])
+    seconds: list[float] = field(default_factory=list[float])
+    flops: float = 0.0  # of one run, for the roofline
+    bytes: float = 0.0
+
+    @property
+    def share(self) -> float | None:
+        """Part of the ceiling reached."""
+        return self.rate / self.ceiling if self.ceiling else None
+
+
+class Peer:
+    """Another runtime as a process: scripts/peers/README.md has the protocol."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.name = str(self._answer()["name"])
+
+    def seconds(self, what: str, context: int, steps: int) -> float:
+        """Have it run once."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(
+            json.dumps({"what": what, "context": context, "steps": steps}) + "\n"
+        )
+        self._process.stdin.flush()
+        return float(self._answer()["seconds"])
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise UsageError(f"the peer ended: {' '.join(map(str, self._process.args))}")  # pyright: ignore
+        return json.loads(line)
+
+
+def bench_model(
+    model: LoadedModel,
+    peers: Sequence[Peer] = (),
+    *,
+    rounds: int = 5,
+    prefills: Sequence[int] = PREFILLS,
+    contexts: Sequence[int] = CONTEXTS,
+    progress: Callable[[str], None] = lambda what: None,
+) -> list[Row]:
+    """Prefill and decode of the whole model, in turn with the peers."""
+    rows: list[Row] = []
+    for tokens in (n for n in prefills if n < model.context):
+        progress(f"prefill {tokens}")
+        own, others = _in_turn(
+            lambda n=tokens: prefill_seconds(model, n), peers, "prefill", tokens, rounds
+        )
+        rates = {name: tokens / s for name, s in others.items()}
+        rows.append(
+            Row(f"prefill {tokens}", tokens / statistics.median(own), "tok/s", None, rates, own)
+        )
+    for context in (n for n in contexts if n + STEPS < model.context):
+        progress(f"decode at {context}")
+        walls: list[float] = []
+
+        def run(context: int = context, walls: list[float] = walls) -> float:
+            seconds, moved = decode_seconds(model, context)
+            walls.append(STEPS * read_rate() / moved)
+            return seconds
+
+        own, others = _in_turn(run, peers, "decode", context, rounds)
+        rates = {name: STEPS / s for name, s in others.items()}
+        rate = STEPS / statistics.median(own)
+        wall = statistics.median(walls)
+        rows.append(Row(f"decode at {context}", rate, "tok/s", wall, rates, own))
+    return rows
+
+
+def _in_turn(
+    run: Callable[[], float], peers: Sequence[Peer], what: str, context: int, rounds: int
+) -> tuple[list[float], dict[str, float]]:
+    """Seconds of each of our rounds, and each peer's median, one of each per round."""
+    own: list[float] = []
+    others: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    for n in range(rounds + 1):
+        seconds = run()
+        theirs = {peer.name: peer.seconds(what, context, STEPS) for peer in peers}
+        if n:  # the first round warms up
+            own.append(seconds)
+            for name, value in theirs.items():
+                others[name].append(value)
+    return own, {name: statistics.median(values) for name, values in others.items()}
+
+
+def prefill_seconds(model: LoadedModel, tokens: int) -> float:
+    """Seconds to feed that many tokens to an empty cache, up to the logits behind the last."""
+    ids = prompt(model, tokens)
+    cache = model.new_cache(tokens)
+    mx.eval(cache.keys, cache.values)
+    start = time.perf_counter()
+    mx.eval(prefill(model, ids, cache))
+    return time.perf_counter() - start
+
+
+def decode_seconds(model: LoadedModel, context: int) -> tuple[float, int]:
+    """Seconds of STEPS single tokens behind `context` others, and the bytes they must move."""
+    cache = model.new_cache(context + STEPS + 1)
+    token = mx.argmax(prefill(model, prompt(model, context), cache), axis=-1).astype(mx.int32)
+    step = decode_step(model, cache)
+    token = mx.argmax(step(token), axis=-1).astype(mx.int32)  # the first step may be traced
+    mx.eval(token)
+    moved = 0
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        following = mx.argmax(step(token), axis=-1).astype(mx.int32)
+        mx.async_eval(following)
+        mx.eval(token)
+        token = following
+        moved += model.step_bytes + cache.bytes_held()
+    mx.eval(token)
+    return time.perf_counter() - start, moved
+
+
+def prompt(model: LoadedModel, tokens: int) -> list[int]:
+    """That many ids of no meaning, the same every time."""
+    return [(7 * i + 11) % (model.tokenizer.size - 100) + 50 for i in range(tokens)]
+
+
+def read_rate() -> float:
+    """Bytes a second that a plain read loop reaches right now."""
+    if mx.default_device().type == mx.cpu:
+        from qrun import _ext
+
+        return _ext.read_bandwidth(COLD_BYTES // 2, _ext.threads()) * 1e9
+    from qrun.hardware import read_bandwidth
+
+    return read_bandwidth()
+
+
+def peak_rate() -> float | None:
+    """GFLOP/s of float32 multiply-adds that all threads reach right now; None on a GPU."""
+    if mx.default_device().type != mx.cpu:
+        return None
+    from qrun import _ext
+
+    return _ext.peak_flops("f32") * _ext.threads()
+
+
+def bench_kernels(
+    *,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    rows: Sequence[int] = (1, 4, 8, 512),
+    spec: Quantization | None = None,
+    dtype: mx.Dtype = mx.float32,
+    rounds: int = 7,
+    progress: Callable[[str], None] = lambda what: None,
+) -> list[Row]:
+    """qmv and qmm on cold matrices, in turn with the read loop: GB/s, or GFLOP/s for many rows."""
+    spec = spec or Quantization()
+    out: list[Row] = []
+    for n, k in shapes:
+        matrices = cold_matrices(n, k, spec)
+        for m in rows:
+            progress(f"{n}x{k}, M = {m}")
+            x = mx.random.normal((m, k)).astype(dtype)
+            used = matrices if m <= 16 else matrices[:1]
+            op = qmv if m <= 16 else qmm
+            mx.eval([op(x, a) for a in used])
+            seconds: list[float] = []
+            walls: list[float] = []
+            for _ in range(rounds):
+                start = time.perf_counter()
+                mx.eval([op(x, a) for a in used])
+                seconds.append((time.perf_counter() - start) / len(used))
+                if m <= 16:
+                    walls.append(read_rate())
+            middle = statistics.median(seconds)
+            name = f"{op.__name__} {n}x{k} g{spec.group_size} M={m}"
+            flops, moved = 2 * m * n * k, qmv_bytes(x, used[0])
+            if m <= 16:
+                rate, unit, wall = moved / middle / 1e9, "GB/s", statistics.median(walls) / 1e9
+            else:
+                rate, unit, wall = flops / middle / 1e9, "GFLOP/s", peak_rate()
+            out.append(Row(name, rate, unit, wall, {}, seconds, flops, moved))
+    return out
+
+
+def cold_matrices(n: int, k: int, spec: Quantization) -> list[QuantizedMatrix]:
+    """Random packed matrices, together larger than the caches."""
+    rng = np.random.default_rng(0)
+    words, groups = (n, k * spec.bits // 32), (n, k // spec.group_size)
+    size = n * k * spec.bits // 8 + 4 * n * k // spec.group_size
+    count = max(2, min(512, -(-COLD_BYTES // size)))
+    out: list[QuantizedMatrix] = []
+    for _ in range(count):
+        w = mx.array(rng.integers(0, 1 << 32, words, dtype=np.uint32))
+        scales = mx.array(rng.uniform(0.5, 1.5, groups).astype(np.float16))
+        biases = scales * -8
+        out.append(QuantizedMatrix.of(w, scales, biases, spec).pack())
+    return out

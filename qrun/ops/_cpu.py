@@ -1,0 +1,147 @@
+"""The CPU backend: the native kernels of `qrun._ext`, one MLX primitive an op.
+
+Matrices are repacked once into the stream that the kernels read (kernels/qmv/README.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from qrun import _ext
+from qrun.ops._launch import Norm
+from qrun.ops.matrix import QuantizedMatrix
+
+NAME = "cpu"
+COMPILES = True
+QMV_ROWS = 8
+
+rms_norm = _ext.rms_norm
+swiglu = _ext.swiglu
+argmax = _ext.argmax
+
+
+def pack(m: QuantizedMatrix) -> mx.array | None:
+    """The stream of uint8 bytes; m's own arrays are no longer needed then."""
+    assert m.w is not None
+    assert m.scales is not None
+    return _ext.pack(m.w, m.scales, m.biases, m.spec.bits, m.spec.group_size, m.spec.mode)
+
+
+def qmv(
+    x: mx.array,
+    m: QuantizedMatrix,
+    *,
+    norm: Norm | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    return _product(_ext.qmv, x, m, norm, bias, residual, activation, scale)
+
+
+def qmm(
+    x: mx.array,
+    m: QuantizedMatrix,
+    *,
+    norm: Norm | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    return _product(_ext.qmm, x, m, norm, bias, residual, activation, scale)
+
+
+def _product(
+    kernel: Callable[..., mx.array],
+    x: mx.array,
+    m: QuantizedMatrix,
+    norm: Norm | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    return kernel(
+        x,
+        _stream(m),
+        m.n,
+        m.k,
+        m.spec.bits,
+        m.spec.group_size,
+        scale_dtype=m.scale_dtype,
+        mode=m.spec.mode,
+        norm_weight=None if norm is None else norm[0],
+        eps=0.0 if norm is None else norm[1],
+        bias=bias,
+        residual=residual,
+        activation=activation or "none",
+        scale=scale,
+    )
+
+
+def _stream(m: QuantizedMatrix) -> mx.array:
+    """m's packed bytes; a matrix that was never packed is packed for this one call."""
+    packed = m.packed if m.packed is not None else pack(m)
+    assert packed is not None
+    return packed
+
+
+def embedding(ids: mx.array, m: QuantizedMatrix, *, dtype: mx.Dtype, scale: float) -> mx.array:
+    return _ext.embedding(
+        ids,
+        _stream(m),
+        m.n,
+        m.k,
+        m.spec.bits,
+        m.spec.group_size,
+        m.scale_dtype,
+        dtype,
+        scale,
+        m.spec.mode,
+    )
+
+
+def rope(
+    qkv: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    offset: mx.array,
+    table: mx.array,
+    *,
+    heads: int,
+    q_norm: mx.array | None,
+    k_norm: mx.array | None,
+    eps: float,
+) -> tuple[mx.array, mx.array, mx.array]:
+    batch, kv_heads, _, head_dim = k_cache.shape
+    return _ext.rope(
+        qkv.reshape(batch, qkv.shape[0] // batch, qkv.shape[1]),
+        k_cache,
+        v_cache,
+        offset,
+        table,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+    )
+
+
+def sdpa(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    offset: mx.array,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> mx.array:
+    y = _ext.sdpa(q, k_cache, v_cache, offset, scale=scale, window=window, softcap=softcap)
+    return y.reshape(-1, y.shape[-1])

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from qrun.ops import rms_norm
+from qrun.ops.rms_norm import rms_norm_bytes, rms_norm_ref
+from tests.ops.matrices import DTYPES, f64, inputs, ulp
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 3, 64, 576, 4864])
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+def test_equals_float64_to_one_rounding(backend: Any, rows: int, k: int, dtype: str) -> None:
+    x, weight = inputs(rows, k, dtype), inputs(1, k, "float32", 1)[0]
+    y = rms_norm(x, weight, 1e-5)
+    want = rms_norm_ref(f64(x), f64(weight), 1e-5)
+    assert y.dtype == x.dtype
+    assert y.shape == x.shape
+    # Half an ulp for the result; rsqrt and two products in float32 in front of it, and the sum of K
+    # squares, whose roundings walk at random (the root halves their effect).
+    size = np.abs(want).max()
+    assert np.abs(f64(y) - want).max() <= ulp(size, dtype) / 2 + (4 + k**0.5 / 4) * ulp(
+        size, "float32"
+    )
+
+
+def test_float16_squares_do_not_overflow(backend: Any) -> None:
+    """Case 5: 300 squared is no float16; the mean must be taken in float32."""
+    x = mx.full((1, 64), 3e4, mx.float16)
+    assert np.array_equal(f64(rms_norm(x, mx.ones((64,)), 1e-5)), np.ones((1, 64)))
+
+
+def test_zeros_give_zeros(backend: Any) -> None:
+    assert not f64(rms_norm(mx.zeros((2, 64)), mx.ones((64,)), 1e-5)).any()
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        (mx.zeros((2, 64)), mx.zeros((63,)), "axis K of weight is 63, must be 64"),
+        (mx.zeros((64,)), mx.zeros((64,)), r"x must have axes \(M, K\)"),
+        (mx.zeros((1, 4), mx.uint32), mx.zeros((4,)), "x has dtype uint32"),
+    ],
+)
+def test_broken_contract_is_named(x: mx.array, weight: mx.array, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rms_norm(x, weight, 1e-5)
+
+
+def test_bytes() -> None:
+    assert rms_norm_bytes(mx.zeros((2, 64)), mx.zeros((64,))) == (2 * 2 * 64 + 64) * 4
