@@ -96,6 +96,9 @@ def isa() -> str:
     """The instruction set in use: the best this machine has, or QRUN_ISA's."""
 
 def force_isa(name: str) -> None: ...
+def set_fusion(on: bool) -> None:
+    """Whether mx.compile fuses elementwise ops; on a CPU that takes a C++ compiler at run time."""
+
 def threads() -> int: ...
 def set_threads(n: int) -> None:
     """0: QRUN_NUM_THREADS, or as many as affinity and cgroup allow."""

@@ -38,8 +38,9 @@ class Sizes:
     @staticmethod
     def of(config: Config) -> Sizes:
         """Read and check them; head_dim is explicit or hidden_size / heads."""
-        k, heads = config.int("hidden_size"), config.int("num_attention_heads")
-        kv_heads = config.int("num_key_value_heads", heads)
+        # The upper limits are far from any model's; they keep nonsense from filling the memory.
+        k, heads = config.int("hidden_size"), config.int("num_attention_heads", most=1 << 16)
+        kv_heads = config.int("num_key_value_heads", heads, most=1 << 16)
         if heads % kv_heads:
             raise CheckpointError(
                 f"{config.where}: num_attention_heads {heads} is no multiple of "
@@ -49,13 +50,16 @@ class Sizes:
             raise CheckpointError(
                 f"{config.where}: hidden_size {k} is no multiple of num_attention_heads {heads}"
             )
+        head_dim = config.int("head_dim", max(k // heads, 1), most=1 << 16)
+        if head_dim % 2:
+            raise CheckpointError(f"{config.where}: head_dim {head_dim} is odd: it has no pairs")
         return Sizes(
             k,
             config.int("vocab_size"),
-            config.int("num_hidden_layers"),
+            config.int("num_hidden_layers", most=10000),
             heads,
             kv_heads,
-            config.int("head_dim", max(k // heads, 1)),
+            head_dim,
             config.float("rms_norm_eps", 1e-6),
         )
 
@@ -97,6 +101,7 @@ def output_head(
     if config.bool("tie_word_embeddings", tied or not weights.has("lm_head.weight")):
         weights.drop("lm_head")
         return embedding.as_linear()
+    weights.seldom("model.embed_tokens", share=1 / sizes.vocab)
     return weights.linear("lm_head", n=(sizes.vocab,), k=sizes.k)
 
 
@@ -133,9 +138,14 @@ class Attention:
         if fused:
             self.qkv_proj = weights.linear("qkv_proj", n=(sum(rows),), k=sizes.k, bias=qkv_bias)
         else:
-            order = (_pairs_apart(h, d), _pairs_apart(hkv, d), None) if interleaved else None
             self.qkv_proj = weights.linear(
-                "q_proj", "k_proj", "v_proj", n=rows, k=sizes.k, bias=qkv_bias, order=order
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                n=rows,
+                k=sizes.k,
+                bias=qkv_bias,
+                pairs=(d, d, 0) if interleaved else None,
             )
         self.head_norms: tuple[RMSNorm, RMSNorm] | None = None
         self.row_norms: tuple[RMSNorm, RMSNorm] | None = None
@@ -188,12 +198,6 @@ class Attention:
             softcap=self.softcap,
         )
         return self.o_proj(y, residual=residual, scale=scale)
-
-
-def _pairs_apart(heads: int, d: int) -> list[int]:
-    """Rows of q or k such that dims 2i and 2i+1 of a head come to lie at i and i + D/2."""
-    one = [*range(0, d, 2), *range(1, d, 2)]
-    return [head * d + row for head in range(heads) for row in one]
 
 
 class GatedMLP:
@@ -255,6 +259,7 @@ class MixtureMLP:
             ("gate_proj", gate), ("up_proj", up), count=count, n=n, k=k
         )
         self.down_proj = weights.experts(("down_proj", down), count=count, n=k, k=n)
+        weights.seldom("switch_mlp", "experts", share=top / count)
 
     def __call__(self, x: mx.array, *, norm: RMSNorm, residual: mx.array) -> mx.array:
         """x (M, K) -> sum of the chosen experts' mlp(norm(x)) + residual (M, K)."""

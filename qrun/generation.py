@@ -240,7 +240,7 @@ def decode_step(model: LoadedModel, cache: Cache) -> Callable[[mx.array], mx.arr
         logits = model.model.logits(model.model(token, held))
         return logits, held.keys, held.values
 
-    run = mx.compile(step) if _launch.backend().COMPILES else step
+    run = _launch.backend().traced(step)
 
     def advance(token: mx.array) -> mx.array:
         logits, cache.keys, cache.values = run(token, cache.offset, cache.keys, cache.values)

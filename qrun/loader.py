@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from qrun.cache import Cache, CacheSpec
-from qrun.checkpoint import Checkpoint
+from qrun.checkpoint import Checkpoint, Tensor
 from qrun.config import Config, read_json
 from qrun.errors import CheckpointError, UsageError
 from qrun.hub import locate
@@ -78,7 +77,7 @@ def load(
     folder = locate(model, revision=revision)
     config, build = read_config(folder)
     checkpoint = Checkpoint(folder)
-    compute = DTYPES[dtype] if dtype else default_dtype(checkpoint)
+    compute = DTYPES[dtype] if dtype else default_dtype(checkpoint.tensors)
     problem = _launch.native_problem()
     if problem and mx.default_device().type == mx.cpu:
         warnings.warn(f"{problem}: using MLX's own slow CPU product", stacklevel=2)
@@ -87,8 +86,9 @@ def load(
     weights.finish(folder)
     tokenizer = Tokenizer(folder)
     context = config.int("max_position_embeddings", 2048)
-    tied = config.bool("tie_word_embeddings", False)
     notes = [f"{name}: formats differ, so these run one by one" for name in weights.slow]
+    if weights.dtype != compute:
+        notes.append("computed in bfloat16: the model leaves float16's range")
     ignored = [key for key in config.unread() if key not in HARMLESS]
     if ignored:
         notes.append(f"config.json: not used: {', '.join(ignored)}")
@@ -99,7 +99,7 @@ def load(
         dtype=weights.dtype,
         context=context,
         eos=stop_tokens(folder, config, tokenizer),
-        step_bytes=checkpoint.nbytes - (0 if tied else _embedding_bytes(checkpoint)),
+        step_bytes=weights.step_bytes,
         load_seconds=time.perf_counter() - start,
         notes=notes,
     )
@@ -124,13 +124,13 @@ def read_config(folder: Path) -> tuple[Config, Callable[[Config, Weights], Model
 def model_file(kind: str, where: str) -> Any:
     """The module models/<kind>.py."""
     name = ALIASES.get(kind, kind)
-    path = MODELS / f"{name}.py"
-    if not re.fullmatch(r"\w+", name) or not path.exists():
-        known = sorted({p.stem for p in MODELS.glob("*.py")} | set(ALIASES))
+    files = {p.stem: p for p in MODELS.glob("*.py")}
+    if name not in files:
+        known = sorted({*files, *ALIASES})
         raise CheckpointError(
-            f"{where}: architecture {kind!r} is not supported (known: {', '.join(known)})"
+            f"{where}: architecture {kind!r:.80} is not supported (known: {', '.join(known)})"
         )
-    spec = importlib.util.spec_from_file_location(f"qrun_models_{name}", path)
+    spec = importlib.util.spec_from_file_location(f"qrun_models_{name}", files[name])
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -138,13 +138,13 @@ def model_file(kind: str, where: str) -> Any:
     return module
 
 
-def default_dtype(checkpoint: Checkpoint) -> mx.Dtype:
+def default_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:
     """float32 on a CPU; on a GPU the type of the scales, or of the norms in a dense checkpoint."""
     if mx.default_device().type == mx.cpu or _launch.backend().NAME == "mlx":
         return mx.float32
     types = {"F16": mx.float16, "BF16": mx.bfloat16}
     for ending in (".scales", "norm.weight", ".weight"):
-        for name, tensor in checkpoint.tensors.items():
+        for name, tensor in tensors.items():
             if name.endswith(ending) and tensor.dtype in types:
                 return types[tensor.dtype]
     return mx.float32
@@ -164,13 +164,6 @@ def stop_tokens(folder: Path, config: Config, tokenizer: Tokenizer) -> frozenset
     return frozenset(ids)
 
 
-def _embedding_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes of the input embedding: a step reads one row of it, not the table."""
-    return sum(
-        t.stop - t.start for n, t in checkpoint.tensors.items() if ".embed_tokens." in f".{n}"
-    )
-
-
 # Keys that describe training, bookkeeping or other software: ignoring them changes no result.
 HARMLESS = frozenset(
     {
@@ -178,7 +171,8 @@ HARMLESS = frozenset(
         "bos_token_id", "dtype", "embd_pdrop", "eos_token_id", "hidden_dropout",
         "initializer_range", "is_llama_config", "layer_types", "max_window_layers", "model_type",
         "pad_token_id", "pretraining_tp", "quantization", "quantization_config", "resid_pdrop",
-        "rope_interleaved", "text_config", "tokenizer_class", "torch_dtype", "transformers.js_config",
-        "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+        "rope_interleaved", "text_config", "tokenizer_class", "torch_dtype",
+        "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
+        "use_cache", "vision_config",
     }
 )  # fmt: skip

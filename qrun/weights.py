@@ -31,6 +31,7 @@ from qrun.ops.gather_qmm import has_kernel
 from qrun.quantization import MODES, Quantization, infer
 
 _WRAPPER = "language_model."  # in front of every name where text is one part of several
+ENOUGH = 500  # problems after which none is looked for
 SHOWN = 8  # problems listed before "and N more"
 
 
@@ -52,6 +53,7 @@ class Weights:
         declared: Declared,
         dtype: mx.Dtype,
         *,
+        pack: bool = True,
         prefix: str = "",
         root: Weights | None = None,
     ) -> None:
@@ -61,8 +63,11 @@ class Weights:
         self.prefix = prefix
         self._root = root or self
         if root is None:
+            self.pack = pack  # False: leave matrices as the file has them, nothing is evaluated
             self.problems: list[str] = []
             self.taken: set[str] = set()
+            self.dropped: set[str] = set()  # taken, but not needed
+            self.unread = 0.0  # bytes of parameters that a decode step does not read
             self.slow: list[str] = []  # stacks whose parts differ in format
             # module path -> parameters, and how they are stored
             self.formats: dict[str, tuple[int, Quantization | mx.Dtype]] = {}
@@ -99,28 +104,29 @@ class Weights:
         k: int,
         bias: bool = False,
         interleave: bool = False,
-        order: tuple[list[int] | None, ...] | None = None,
+        pairs: tuple[int, ...] | None = None,
     ) -> AnyLinear:
         """One linear, or several over the same x as one matrix: rows stacked or interleaved.
 
         Part i is `names[i]`, n[i] x k. A single name with `interleave` is a matrix that the file
-        holds fused: its upper half is interleaved with its lower. order: for each part the rows in
-        the order wanted. Parts whose formats differ stay separate (right, slower).
+        holds fused: its upper half is interleaved with its lower. pairs: for each part the dims D
+        of its heads if rows 2i and 2i+1 of a head are to come to lie at i and i + D/2, else 0.
+        Parts whose formats differ stay separate (right, slower).
         """
         parts = [self._part(name, rows, k, bias) for name, rows in zip(names, n, strict=True)]
-        if order is not None:
+        if pairs is not None and not self._root.problems:
             parts = [
-                part if rows is None else _rows(part, rows)
-                for part, rows in zip(parts, order, strict=True)
+                _rows(part, _pairs_apart(rows, d)) if d else part
+                for part, rows, d in zip(parts, n, pairs, strict=True)
             ]
         if interleave and len(parts) == 1:
             half = n[0] // 2
             parts = [_rows(parts[0], slice(0, half)), _rows(parts[0], slice(half, n[0]))]
         joined = parts[0] if len(parts) == 1 else self._join(parts, interleave, names)
         if isinstance(joined, Stacked):
-            joined = Stacked(tuple(_packed(p) for p in joined.parts), joined.interleave)
+            joined = Stacked(tuple(self._packed(p) for p in joined.parts), joined.interleave)
         else:
-            joined = _packed(joined)
+            joined = self._packed(joined)
         self.source.release()
         return joined
 
@@ -136,21 +142,21 @@ class Weights:
         if len(parts) == 2:
             whole = self._join(parts, True, tuple(a for a, _ in names))
             if isinstance(whole, Stacked):
-                self._root.problems.append(f"{path}: experts of several formats are not supported")
+                self._note(f"{path}: experts of several formats are not supported")
                 whole = Linear(mx.zeros((count, 1)))
         else:
             whole = parts[0]
         self.source.release()
         if isinstance(whole, Linear):
             return DenseExperts(whole.weight.reshape(count, -1, whole.weight.shape[1]))
-        if has_kernel():
+        if has_kernel() and self._root.pack:
             return Experts(whole.matrix.pack(), count)
         # MLX's own op wants scales in the type of x. Converted here once, not in every step.
         return Experts(_float_scales(whole.matrix), count)
 
     def embedding(self, name: str, n: int, k: int) -> Embedding:
         """The embedding table `name`, n x k."""
-        part = _packed(self._part(name, n, k, bias=False))
+        part = self._packed(self._part(name, n, k, bias=False))
         self.source.release()
         if isinstance(part, QuantizedLinear):
             return Embedding(part.matrix, self.dtype)
@@ -163,20 +169,54 @@ class Weights:
     def drop(self, name: str) -> None:
         """Tensors below `name` may be there and are not needed."""
         at = self.prefix + name
-        self._root.taken |= {t for t in self.source.tensors if t == at or t.startswith(at + ".")}
+        found = {t for t in self.source.tensors if t == at or t.startswith(at + ".")}
+        self._root.taken |= found
+        self._root.dropped |= found
 
-    def finish(self, folder: object) -> None:
-        """Raise CheckpointError listing everything missing, mis-shaped or left over."""
+    def seldom(self, *names: str, share: float) -> None:
+        """A decode step reads this share of what lies below `names`: rows, or chosen experts."""
+        for name in names:
+            at = f"{self.prefix}{name}."
+            below = [t for n, t in self.source.tensors.items() if n.startswith(at)]
+            self._root.unread += (1 - share) * sum(t.stop - t.start for t in below)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters asked for so far."""
+        tensors, root = self.source.tensors, self._root
+        return sum(tensors[n].stop - tensors[n].start for n in root.taken - root.dropped)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of parameters that a decode step reads."""
+        return self.nbytes - int(self._root.unread)
+
+    def all_problems(self) -> list[str]:
+        """Everything missing, mis-shaped or left over, each in a line."""
         root = self._root
         ignored = ("rotary_emb.inv_freq",)
         left = sorted(
             t for t in self.source.tensors if t not in root.taken and not t.endswith(ignored)
         )
-        problems = root.problems + [f"{name} is unexpected" for name in left]
+        return root.problems + [f"{name} is unexpected" for name in left]
+
+    def finish(self, folder: object) -> None:
+        """Raise CheckpointError if there are problems, listing the first of them."""
+        problems = self.all_problems()
         if problems:
             more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise CheckpointError(
                 f"{folder} does not fit its config.json: {'; '.join(problems[:SHOWN])}{more}"
+            )
+
+    def _note(self, problem: str) -> None:
+        """Collect a problem. So many of them mean that config.json is of another model: give up."""
+        problems = self._root.problems
+        problems.append(problem)
+        if len(problems) >= ENOUGH:
+            raise CheckpointError(
+                f"the weights are not those that config.json describes: "
+                f"{'; '.join(problems[:SHOWN])}; and at least {ENOUGH - SHOWN} more"
             )
 
     def _take(self, name: str, shape: tuple[int, ...] | None) -> mx.array | None:
@@ -184,11 +224,11 @@ class Weights:
         root = self._root
         tensor = self.source.tensors.get(name)
         if tensor is None:
-            root.problems.append(f"{name} is missing")
+            self._note(f"{name} is missing")
             return None
         root.taken.add(name)
         if shape is not None and tensor.shape != shape:
-            root.problems.append(f"{name} has shape {list(tensor.shape)}, must be {list(shape)}")
+            self._note(f"{name} has shape {list(tensor.shape)}, must be {list(shape)}")
             return None
         return self.source.read(name)
 
@@ -216,6 +256,11 @@ class Weights:
         self._root.formats[path] = (count * n * k, matrix.spec)
         return QuantizedLinear(matrix, offset)
 
+    def _packed(self, part: QuantizedLinear | Linear) -> QuantizedLinear | Linear:
+        if isinstance(part, Linear) or not self._root.pack:
+            return part
+        return QuantizedLinear(part.matrix.pack(), part.bias)
+
     def _expert_part(
         self, stacked: str, listed: str, count: int, n: int, k: int
     ) -> QuantizedLinear | Linear:
@@ -225,7 +270,7 @@ class Weights:
         parts = [self._part(f"experts.{e}.{listed}", n, k, bias=False) for e in range(count)]
         whole = self._join(parts, False, (f"experts.*.{listed}",))
         if isinstance(whole, Stacked):
-            self._root.problems.append(
+            self._note(
                 f"{self.prefix}experts.*.{listed}: experts of several formats are not supported"
             )
             return Linear(mx.zeros((n, 1)))
@@ -234,12 +279,12 @@ class Weights:
     def _matrix(
         self, path: str, lead: tuple[int, ...], n: int, k: int, declared: Quantization | None
     ) -> QuantizedMatrix | None:
-        tensors, problems = self.source.tensors, self._root.problems
+        tensors = self.source.tensors
         w, scales = tensors.get(f"{path}.weight"), tensors[f"{path}.scales"]
         if w is None or w.dtype != "U32":
-            self._root.taken.update((f"{path}.weight", f"{path}.scales", f"{path}.biases"))
+            self.drop(path.removeprefix(self.prefix))
             kind = "missing" if w is None else f"of type {w.dtype}, must be U32"
-            problems.append(f"{path}.weight is {kind}")
+            self._note(f"{path}.weight is {kind}")
             return None
         try:
             if w.shape[: len(lead)] != lead or scales.shape[: len(lead)] != lead:
@@ -248,13 +293,11 @@ class Weights:
             own = (w.shape[len(lead) :], scales.shape[len(lead) :])
             spec = infer(k, *own, float_scales=float_scales)
         except ValueError as error:
-            self._root.taken.update((f"{path}.weight", f"{path}.scales", f"{path}.biases"))
-            problems.append(f"{path}: {error}")
+            self.drop(path.removeprefix(self.prefix))
+            self._note(f"{path}: {error}")
             return None
         if declared is not None and declared != spec:
-            problems.append(
-                f"{path}.weight is {spec} by its shape, but config.json says {declared}"
-            )
+            self._note(f"{path}.weight is {spec} by its shape, but config.json says {declared}")
         groups = (n, k // spec.group_size)
         arrays = [
             self._take(f"{path}.weight", (*lead, n, k * spec.bits // 32)),
@@ -267,7 +310,7 @@ class Weights:
         assert weight is not None
         assert scale is not None
         if offset is not None and offset.dtype != scale.dtype:
-            problems.append(f"{path}.biases is {offset.dtype}, but scales are {scale.dtype}")
+            self._note(f"{path}.biases is {offset.dtype}, but scales are {scale.dtype}")
             return None
         return QuantizedMatrix.of(weight, scale, offset, spec)
 
@@ -294,24 +337,20 @@ class Weights:
         return Stacked(tuple(parts), interleave)
 
 
-def _packed(part: QuantizedLinear | Linear) -> QuantizedLinear | Linear:
-    return (
-        QuantizedLinear(part.matrix.pack(), part.bias)
-        if isinstance(part, QuantizedLinear)
-        else part
-    )
+def _pairs_apart(rows: int, d: int) -> mx.array:
+    """Row numbers that bring dims 2i and 2i+1 of each head of D to i and i + D/2."""
+    return mx.arange(rows, dtype=mx.int32).reshape(-1, d // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _rows(part: QuantizedLinear | Linear, rows: slice | list[int]) -> QuantizedLinear | Linear:
+def _rows(part: QuantizedLinear | Linear, rows: slice | mx.array) -> QuantizedLinear | Linear:
     """Some rows of a linear, or all in another order. Packed rows move whole."""
-    index: Any = mx.array(rows, mx.int32) if isinstance(rows, list) else rows
 
     def take(a: mx.array | None) -> mx.array | None:
-        return None if a is None else a[index]
+        return None if a is None else a[rows]
 
     bias = take(part.bias)
     if isinstance(part, Linear):
-        return Linear(part.weight[index], bias)
+        return Linear(part.weight[rows], bias)
     w, scales, biases = (take(a) for a in (part.matrix.w, part.matrix.scales, part.matrix.biases))
     assert w is not None
     assert scales is not None

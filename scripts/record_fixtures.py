@@ -5,7 +5,7 @@ Run it in an environment that has mlx-lm, numpy and tokenizers, but not qrun:
     PYTHONPATH=. peer/bin/python scripts/record_fixtures.py
 
 A fixture has no weights, both sides make them from a seed. It has the last logits of a prefill and
-of the steps behind it (every sixth), and for each position one number: logits times a random vector.
+of the steps behind it (every sixth), and a number for each position: logits times a random vector.
 """
 
 from __future__ import annotations

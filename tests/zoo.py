@@ -6,7 +6,7 @@ folders for mlx-lm in another environment, so no weights are stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,13 @@ CASES |= {
     },
     # sqrt(96) is not a bfloat16, and gemma was trained with the one next to it.
     "gemma2_scale": GEMMA2 | {"hidden_size": 96, "head_dim": 24, "sliding_window": 4096},
+    # Every group size divides its widths.
+    "llama_wide": {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+    },
     "smollm3_list": SMOLLM3 | {"no_rope_layers": [0, 1, 1, 0]},
 }
 
@@ -295,16 +302,18 @@ def write(
     mode: str = "affine",
     dtype: str = "F32",
     stacked: bool = False,
+    shards: int = 1,
+    edit: Callable[[dict[str, Any], dict[str, tiny.Stored]], None] | None = None,
 ) -> Path:
-    """The whole checkpoint of a case."""
+    """The whole checkpoint of a case. edit: changes config and tensors before they are written."""
     folder.mkdir(parents=True, exist_ok=True)
     config = config_of(case)
     if bits:
         config["quantization"] = {"bits": bits, "group_size": group_size, "mode": mode}
-    found = tensors(
-        case, bits=bits, group_size=group_size, mode=mode, dtype=dtype, stacked=stacked
-    )
-    tiny.write_weights(folder, found)
+    found = tensors(case, bits=bits, group_size=group_size, mode=mode, dtype=dtype, stacked=stacked)
+    if edit is not None:
+        edit(config, found)
+    tiny.write_weights(folder, found, shards)
     tiny.write_json(folder / "config.json", config)
     tiny.byte_level().save(str(folder / "tokenizer.json"))
     return folder

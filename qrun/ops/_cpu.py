@@ -6,20 +6,39 @@ Matrices are repacked once into the stream that the kernels read (kernels/qmv/RE
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
 from qrun import _ext
-from qrun.ops._launch import Norm
+from qrun.ops._launch import Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
 
 NAME = "cpu"
-COMPILES = True
 QMV_ROWS = 8
 
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
 argmax = _ext.argmax
+
+
+def traced(step: Step) -> Step:
+    """mx.compile, which traces in the first call. What it fuses would need a C++ compiler here."""
+    compiled = mx.compile(step)
+    fresh = True
+
+    def run(*arguments: Any) -> Any:
+        nonlocal fresh
+        if not fresh:
+            return compiled(*arguments)
+        fresh = False
+        _ext.set_fusion(False)
+        try:
+            return compiled(*arguments)
+        finally:
+            _ext.set_fusion(True)
+
+    return run
 
 
 def pack(m: QuantizedMatrix) -> mx.array | None:

@@ -23,15 +23,18 @@ Norm = tuple[
 ]  # RMS-norm weight (K,) and epsilon, applied to x in front of a product
 
 
+Step = Callable[..., Any]
+
+
 class Backend(Protocol):
     """What a backend provides. See the op files for shapes and meaning."""
 
     NAME: str
-    # Whether a decode step may be traced once and replayed (no op in it that MLX would JIT).
-    COMPILES: bool
     # Products of more rows than this are qmm's.
     QMV_ROWS: int
 
+    # A decode step, traced once and replayed where that needs no compiler at run time.
+    traced: Callable[[Step], Step]
     pack: Callable[[QuantizedMatrix], mx.array | None]
     qmv: Callable[..., mx.array]
     qmm: Callable[..., mx.array]
