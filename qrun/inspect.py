@@ -22,7 +22,7 @@ from qrun.checkpoint import INDEX, Tensor, check_index, mlx_type, read_header, w
 from qrun.config import Config
 from qrun.errors import CheckpointError, QrunError
 from qrun.hub import locate
-from qrun.loader import default_dtype, read_config, stop_tokens
+from qrun.loader import default_dtype, grouped, read_config, stop_tokens
 from qrun.quantization import Quantization
 from qrun.tokenizer import Tokenizer
 from qrun.weights import Declared, Weights
@@ -190,7 +190,7 @@ def _describe(report: Report, weights: Weights, specs: Any) -> None:
     report.step_bytes = weights.step_bytes
     report.dtype = _name(weights.dtype)
     report.cache_bytes = cache_bytes(specs, report.length, weights.dtype)
-    report.notes += [f"{name}: formats differ, so these run one by one" for name in weights.slow]
+    report.notes += grouped(weights.slow)
     remedy = "convert or download it again: config.json and weights are not of one model"
     report.problems += [Problem(text, remedy) for text in weights.all_problems()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +87,7 @@ def load(
     weights.finish(folder)
     tokenizer = Tokenizer(folder)
     context = config.int("max_position_embeddings", 2048)
-    notes = [f"{name}: formats differ, so these run one by one" for name in weights.slow]
+    notes = grouped(weights.slow)
     if weights.dtype != compute:
         notes.append("computed in bfloat16: the model leaves float16's range")
     ignored = [key for key in config.unread() if key not in HARMLESS]
@@ -136,6 +137,16 @@ def model_file(kind: str, where: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def grouped(notes: Sequence[str]) -> list[str]:
+    """Notes "path: what" that differ only in a layer's number become one."""
+    found: dict[str, list[str]] = {}
+    for note in notes:
+        layer = re.search(r"\blayers\.(\d+)\.", note)
+        key = note if layer is None else note.replace(layer[0], "layers.*.", 1)
+        found.setdefault(re.sub(r"\bexperts\.\d+\.", "experts.*.", key), []).append(note)
+    return [ns[0] if len(ns) == 1 else f"{key} ({len(ns)} times)" for key, ns in found.items()]
 
 
 def default_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:

@@ -68,7 +68,7 @@ class Weights:
             self.taken: set[str] = set()
             self.dropped: set[str] = set()  # taken, but not needed
             self.unread = 0.0  # bytes of parameters that a decode step does not read
-            self.slow: list[str] = []  # stacks whose parts differ in format
+            self.slow: list[str] = []  # what takes a slower way than a fused kernel, and why
             # module path -> parameters, and how they are stored
             self.formats: dict[str, tuple[int, Quantization | mx.Dtype]] = {}
 
@@ -149,7 +149,9 @@ class Weights:
         self.source.release()
         if isinstance(whole, Linear):
             return DenseExperts(whole.weight.reshape(count, -1, whole.weight.shape[1]))
-        if has_kernel() and self._root.pack:
+        if not has_kernel():
+            self._root.slow.append(f"{path}: no kernel for experts here, MLX's own op runs")
+        elif self._root.pack:
             return Experts(whole.matrix.pack(), count)
         # MLX's own op wants scales in the type of x. Converted here once, not in every step.
         return Experts(_float_scales(whole.matrix), count)
@@ -249,11 +251,14 @@ class Weights:
             if weight is None:
                 return Linear(mx.zeros((count * n, 1)), offset)
             self._root.formats[path] = (count * n * k, weight.dtype)
+            self._root.slow.append(f"{path}: not quantized, a plain product runs")
             return Linear(weight.reshape(-1, k), offset)
         matrix = self._matrix(path, lead, n, k, declared)
         if matrix is None:
             return Linear(mx.zeros((count * n, 1)), offset)
         self._root.formats[path] = (count * n * k, matrix.spec)
+        if not matrix.has_kernel:
+            self._root.slow.append(f"{path}: no kernel for {matrix.spec} here, MLX's own op runs")
         return QuantizedLinear(matrix, offset)
 
     def _packed(self, part: QuantizedLinear | Linear) -> QuantizedLinear | Linear:
@@ -333,7 +338,8 @@ class Weights:
             if interleave:
                 return Linear(mx.stack(dense, axis=1).reshape(-1, dense[0].shape[1]), bias)
             return Linear(mx.concatenate(dense), bias)
-        self._root.slow.append(f"{self.prefix}{{{','.join(names)}}}")
+        path = f"{self.prefix}{{{','.join(names)}}}"
+        self._root.slow.append(f"{path}: formats differ, so these run one by one")
         return Stacked(tuple(parts), interleave)
 
 

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 if TYPE_CHECKING:
     from qrun.ops.matrix import QuantizedMatrix
+    from qrun.quantization import Quantization
 
 Norm = tuple[
     mx.array, float
@@ -35,6 +36,8 @@ class Backend(Protocol):
 
     # A decode step, traced once and replayed where that needs no compiler at run time.
     traced: Callable[[Step], Step]
+    # Whether matrices of a format run on kernels of its own, or a slower right way.
+    has_kernel: Callable[[Quantization], bool]
     pack: Callable[[QuantizedMatrix], mx.array | None]
     qmv: Callable[..., mx.array]
     qmm: Callable[..., mx.array]

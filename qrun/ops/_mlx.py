@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from qrun.ops._launch import Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
+from qrun.quantization import Quantization
 
 NAME = "mlx"
 QMV_ROWS = 8
@@ -19,6 +20,10 @@ QMV_ROWS = 8
 
 def traced(step: Step) -> Step:
     return step
+
+
+def has_kernel(spec: Quantization) -> bool:
+    return True
 
 
 def pack(m: QuantizedMatrix) -> mx.array | None:

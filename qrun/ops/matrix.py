@@ -55,6 +55,11 @@ class QuantizedMatrix:
         arrays = (self.w, self.scales, self.biases, self.packed)
         return sum(a.nbytes for a in arrays if a is not None)
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the current backend has kernels for the format; otherwise MLX's product runs."""
+        return _launch.backend().has_kernel(self.spec)
+
     def pack(self) -> QuantizedMatrix:
         """The same matrix in the layout of the current backend's kernels, if it has one."""
         if self.packed is not None:
