@@ -185,7 +185,7 @@ def convert(
     require_mlx()
     from qrun.convert import convert as run
 
-    run(
+    report = run(
         src,
         dst,
         bits=bits,
@@ -195,6 +195,13 @@ def convert(
         force=force,
         progress=_progress_bar() if sys.stderr.isatty() and not quiet else None,
     )
+    if not quiet:
+        lines = [
+            f"{dst}: {report.model_type}, {report.parameters / 1e6:.1f} M parameters, "
+            f"{report.bits_per_weight:.2f} bits a weight, {report.nbytes / 1e6:.0f} MB",
+            *(f"note: {note}" for note in report.notes),
+        ]
+        click.echo("\n".join(lines), err=True)
 
 
 @cli.command(epilog=EXIT_CODES)

@@ -1,7 +1,4 @@
-"""From logits to a token: penalties, temperature, filters, draw. Functions on logits (B, V).
-
-Order, as in Hugging Face's library: logit bias and penalties, temperature, top-k, top-p, min-p.
-"""
+"""From logits to a token: logit bias and penalties here, then the ops `argmax` or `sample`."""
 
 from __future__ import annotations
 
@@ -68,9 +65,11 @@ class Sampler:
         """vocab: ids at or above it are never chosen (logits may be wider than the tokenizer)."""
         self.sampling = s = sampling
         self.vocab = vocab
-        for token in s.logit_bias:
+        for token, value in s.logit_bias.items():
             if not 0 <= token < vocab:
                 raise UsageError(f"logit_bias: token {token} is not in 0 .. {vocab - 1}")
+            if not math.isfinite(value):
+                raise UsageError(f"logit_bias of token {token} must be finite, but is {value}")
         self.bias: mx.array | None = None
         if s.logit_bias:
             bias = np.zeros(vocab, np.float32)
@@ -89,7 +88,6 @@ class Sampler:
     def __call__(self, logits: mx.array) -> mx.array:
         """logits (1, V) -> the token, int32 (1,); -1 if any logit is NaN or infinite."""
         s = self.sampling
-        best, given = ops.argmax(logits), logits  # also tells whether all logits are finite
         if logits.shape[-1] > self.vocab:
             logits = logits[:, : self.vocab]
         if self.bias is not None:
@@ -97,15 +95,20 @@ class Sampler:
         if self.counts is not None and self.in_prompt is not None:
             logits = penalized(logits, self.counts, self.in_prompt, s)
         if s.temperature == 0:
-            token = best if logits is given else ops.argmax(logits)
+            token = ops.argmax(logits)
         else:
-            logits = logits.astype(mx.float32) * (1 / s.temperature)
-            logits = min_p(top_p(top_k(logits, s.top_k), s.top_p), s.min_p)
             self.key, key = mx.random.split(self.key)
-            token = mx.random.categorical(logits, axis=-1, key=key)
+            token = ops.sample(
+                logits,
+                mx.random.uniform(shape=(logits.shape[0],), key=key),
+                temperature=s.temperature,
+                top_k=s.top_k,
+                top_p=s.top_p,
+                min_p=s.min_p,
+            )
         if self.counts is not None:
             self.counts = self.counts.at[token].add(1)
-        return token if token is best else mx.where(best < 0, -1, token.astype(mx.int32))
+        return token
 
 
 def penalized(logits: mx.array, counts: mx.array, in_prompt: mx.array, s: Sampling) -> mx.array:
@@ -115,31 +118,3 @@ def penalized(logits: mx.array, counts: mx.array, in_prompt: mx.array, s: Sampli
         weaker = mx.where(logits > 0, 1 / s.repetition_penalty, s.repetition_penalty)
         logits = mx.where(generated | in_prompt, logits * weaker, logits)
     return logits - counts * s.frequency_penalty - generated * s.presence_penalty
-
-
-def top_k(logits: mx.array, k: int) -> mx.array:
-    """All but the k largest become -inf; ties with the k-th stay. 0: nothing changes."""
-    if not 0 < k < logits.shape[-1]:
-        return logits
-    kth = mx.min(mx.topk(logits, k, axis=-1), axis=-1, keepdims=True)
-    return mx.where(logits >= kth, logits, -math.inf)
-
-
-def top_p(logits: mx.array, p: float) -> mx.array:
-    """The smallest set of likeliest tokens whose probabilities reach p stays."""
-    if p >= 1:
-        return logits
-    down = -mx.sort(-logits, axis=-1)
-    probability = mx.softmax(down, axis=-1)
-    before = mx.cumsum(probability, axis=-1) - probability
-    # The first token always stays: nothing lies before it.
-    least = mx.min(mx.where(before < p, down, math.inf), axis=-1, keepdims=True)
-    return mx.where(logits >= least, logits, -math.inf)
-
-
-def min_p(logits: mx.array, p: float) -> mx.array:
-    """Tokens of less than p times the largest probability become -inf."""
-    if p <= 0:
-        return logits
-    least = mx.max(logits, axis=-1, keepdims=True) + math.log(p)
-    return mx.where(logits >= least, logits, -math.inf)

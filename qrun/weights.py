@@ -315,7 +315,8 @@ class Weights:
         assert weight is not None
         assert scale is not None
         if offset is not None and offset.dtype != scale.dtype:
-            self._note(f"{path}.biases is {offset.dtype}, but scales are {scale.dtype}")
+            types = [str(a.dtype).removeprefix("mlx.core.") for a in (offset, scale)]
+            self._note(f"{path}.biases is {types[0]}, but scales are {types[1]}")
             return None
         return QuantizedMatrix.of(weight, scale, offset, spec)
 
@@ -373,19 +374,21 @@ class Declared:
     """What config.json says of quantization: a global entry, and entries per module path."""
 
     def __init__(self, config: Config) -> None:
+        # Ours alone is called `quantization`; under the other name any software's may stand, with
+        # bits and group_size that mean another format.
         level = config.level("quantization")
-        self.default: Quantization | None = None
-        self.layers: dict[str, Quantization | Literal[False]] = {}
         if level is None:
             level = config.level("quantization_config")
-            if level is None:
-                return
-            method = level.str("quant_method", "mlx")
-            if method != "mlx":
+            method = "mlx" if level is None else level.str("quant_method", "mlx")
+            if level is not None and method != "mlx":
                 raise CheckpointError(
                     f"{level.where}: quantization method {method!r} is not supported",
                     hint="qrun reads MLX's formats: affine, mxfp4, nvfp4, mxfp8",
                 )
+        self.default: Quantization | None = None
+        self.layers: dict[str, Quantization | Literal[False]] = {}
+        if level is None:
+            return
         self.default = _spec(level)
         for key, value in level.values.items():
             name = key.removeprefix(_WRAPPER)

@@ -109,8 +109,8 @@ def environment(**changes: str | None) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def qrun() -> Run:
-    """Run the real command line in a process of its own: qrun("generate", folder, ...)."""
+def cli() -> Run:
+    """Run the real command line in a process of its own: cli("generate", folder, ...)."""
 
     def run(*args: object, stdin: bytes = b"", cwd: Path | None = None, **env: str) -> Outcome:
         done = subprocess.run(

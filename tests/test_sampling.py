@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qrun.errors import UsageError
-from qrun.sampling import Sampler, Sampling, min_p, penalized, top_k, top_p
+from qrun.ops.sample import keep_min_p, keep_top_k, keep_top_p
+from qrun.sampling import Sampler, Sampling, penalized
 
 V = 40
 
@@ -39,7 +40,7 @@ SEEDS = st.integers(0, 10_000)
 def test_top_k(seed: int, ties: bool, k: int) -> None:
     logits = logits_of(seed, ties)
     least = np.sort(logits)[::-1][min(k, V) - 1] if k else -np.inf
-    assert kept(top_k(mx.array(logits[None]), k)) == set(np.flatnonzero(logits >= least))
+    assert kept(keep_top_k(mx.array(logits[None]), k)) == set(np.flatnonzero(logits >= least))
 
 
 @settings(deadline=None, max_examples=60)
@@ -53,14 +54,14 @@ def test_top_p(seed: int, p: float) -> None:
             break
         want.add(int(i))
         total += softmax(logits)[i]
-    got = kept(top_p(mx.array(logits[None]), p))
+    got = kept(keep_top_p(mx.array(logits[None]), p))
     # A sum within float32 noise of p may fall to either side.
     border = abs(sum(softmax(logits)[i] for i in got) - p) < 1e-5 or abs(total - p) < 1e-5
     assert got == want or border
 
 
 def test_top_p_keeps_the_first_token_however_small_p_is() -> None:
-    assert kept(top_p(mx.array([[0.0, 3.0, 2.9]]), 1e-9)) == {1}
+    assert kept(keep_top_p(mx.array([[0.0, 3.0, 2.9]]), 1e-9)) == {1}
 
 
 @settings(deadline=None, max_examples=60)
@@ -68,7 +69,7 @@ def test_top_p_keeps_the_first_token_however_small_p_is() -> None:
 def test_min_p(seed: int, p: float) -> None:
     logits = logits_of(seed, ties=False)
     probability = softmax(logits)
-    got = kept(min_p(mx.array(logits[None]), p))
+    got = kept(keep_min_p(mx.array(logits[None]), p))
     assert {int(i) for i in np.flatnonzero(probability >= p * probability.max() * 1.00001)} <= got
     assert got <= {int(i) for i in np.flatnonzero(probability >= p * probability.max() * 0.99999)}
     assert int(logits.argmax()) in got
@@ -76,7 +77,12 @@ def test_min_p(seed: int, p: float) -> None:
 
 def test_filters_off_change_nothing() -> None:
     logits = mx.array(logits_of(3, ties=False)[None])
-    for filtered in (top_k(logits, 0), top_k(logits, V), top_p(logits, 1.0), min_p(logits, 0.0)):
+    for filtered in (
+        keep_top_k(logits, 0),
+        keep_top_k(logits, V),
+        keep_top_p(logits, 1.0),
+        keep_min_p(logits, 0.0),
+    ):
         assert mx.array_equal(filtered, logits).item()
 
 

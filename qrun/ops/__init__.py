@@ -8,6 +8,7 @@ from qrun.ops.qmm import qmm
 from qrun.ops.qmv import qmv
 from qrun.ops.rms_norm import rms_norm
 from qrun.ops.rope import rope
+from qrun.ops.sample import sample
 from qrun.ops.sdpa import sdpa
 from qrun.ops.swiglu import swiglu
 
@@ -20,6 +21,7 @@ __all__ = [
     "qmv",
     "rms_norm",
     "rope",
+    "sample",
     "sdpa",
     "swiglu",
 ]

@@ -14,6 +14,7 @@ from qrun import _ext
 from qrun.ops import _mlx
 from qrun.ops._launch import Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
+from qrun.ops.sample import on_host
 from qrun.quantization import Quantization
 
 NAME = "cpu"
@@ -23,6 +24,7 @@ MODES = ("affine",)  # with kernels; a matrix in another takes MLX's product
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
 argmax = _ext.argmax
+sample = on_host
 
 
 def traced(step: Step) -> Step:

@@ -47,6 +47,7 @@ class Backend(Protocol):
     embedding: Callable[..., mx.array]
     swiglu: Callable[[mx.array], mx.array]
     argmax: Callable[[mx.array], mx.array]
+    sample: Callable[..., mx.array]
 
 
 def backend() -> Backend:

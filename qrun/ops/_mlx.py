@@ -12,10 +12,13 @@ import mlx.core as mx
 
 from qrun.ops._launch import Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
+from qrun.ops.sample import on_device
 from qrun.quantization import Quantization
 
 NAME = "mlx"
 QMV_ROWS = 8
+
+sample = on_device
 
 
 def traced(step: Step) -> Step:

@@ -1,0 +1,192 @@
+"""The ops on Metal.
+
+`NAME_call(...)` in _metal_product and _metal_rows say what would be launched, as data; an op here
+launches it. `run` is who launches: MLX on a Mac; the tests pass an emulator, which so runs the very
+same definitions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from qrun.ops import _metal_geometry as geometry
+from qrun.ops._metal_call import Run, launch
+from qrun.ops._metal_product import Behind, Packed, gemm_call, qmm_call, qmv_call
+from qrun.ops._metal_rows import (
+    embedding_call,
+    gated_call,
+    rms_norm_call,
+    rope_call,
+    sdpa_decode_call,
+    sdpa_merge_call,
+    sdpa_prefill_call,
+)
+
+DECODE_TOKENS = 8  # new tokens up to which keys are read a query chunk at a time
+
+
+@dataclass(frozen=True)
+class _Rows8:
+    """A packed matrix of fewer than 8 rows, filled up with zeros: MLX would hand the kernel its
+    arrays of fewer than 8 elements in another address space."""
+
+    w: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    bits: int
+    group_size: int
+    mode: str
+    n: int
+    k: int
+
+
+def _at_least_8(m: Packed, behind: Behind) -> tuple[Packed, Behind]:
+    if m.n >= 8:
+        return m, behind
+    more = 8 - m.n
+
+    def down(a: mx.array) -> mx.array:
+        return mx.pad(a, [(0, more)] + [(0, 0)] * (a.ndim - 1))
+
+    biases = None if m.biases is None else down(m.biases)
+    residual = behind.residual
+    if residual is not None:
+        residual = mx.pad(residual, [(0, 0), (0, behind.columns(8) - behind.columns(m.n))])
+    return (
+        _Rows8(down(m.w), down(m.scales), biases, m.bits, m.group_size, m.mode, 8, m.k),
+        replace(behind, bias=None if behind.bias is None else down(behind.bias), residual=residual),
+    )
+
+
+Norm = tuple[mx.array, float]  # weight (K,), eps
+
+
+def qmv(
+    x: mx.array,
+    m: Packed,
+    *,
+    norm: Norm | None = None,
+    bias: mx.array | None = None,
+    residual: mx.array | None = None,
+    activation: str | None = None,
+    scale: float = 1,
+    shape: geometry.Rows | geometry.Wide | None = None,
+    run: Run = launch,
+) -> mx.array:
+    """y (M, N) = activation(rms_norm(x) @ w.T * scale + bias) + residual, M <= 16."""
+    behind = Behind(bias, residual, activation, scale)
+    full, full_behind = _at_least_8(m, behind)
+    (y,) = run(qmv_call(x, full, full_behind, norm, shape))
+    return y if full is m else y[:, : behind.columns(m.n)]
+
+
+def qmm(
+    x: mx.array,
+    m: Packed,
+    *,
+    norm: Norm | None = None,
+    bias: mx.array | None = None,
+    residual: mx.array | None = None,
+    activation: str | None = None,
+    scale: float = 1,
+    tile: geometry.Tile | None = None,
+    run: Run = launch,
+) -> mx.array:
+    """As qmv, for many rows. The norm is a pass of its own, short beside the product."""
+    if norm is not None:
+        x = rms_norm(x, *norm, run=run)
+    behind = Behind(bias, residual, activation, scale)
+    full, full_behind = _at_least_8(m, behind)
+    (y,) = run(qmm_call(x, full, full_behind, tile))
+    return y if full is m else y[:, : behind.columns(m.n)]
+
+
+def gemm(
+    x: mx.array,
+    w: mx.array,
+    *,
+    bias: mx.array | None = None,
+    residual: mx.array | None = None,
+    activation: str | None = None,
+    scale: float = 1,
+    tile: geometry.Tile | None = None,
+    run: Run = launch,
+) -> mx.array:
+    """As qmm, for w (N, K) that is not packed."""
+    (y,) = run(gemm_call(x, w, Behind(bias, residual, activation, scale), tile))
+    return y
+
+
+def sdpa(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    offset: mx.array,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0,
+    run: Run = launch,
+) -> mx.array:
+    """q (B, H, L, D) at positions offset .., caches (B, Hkv, C, D), to (B, L, H * D)."""
+    arrays = (q, k_cache, v_cache, offset)
+    if q.shape[2] > DECODE_TOKENS:
+        (y,) = run(sdpa_prefill_call(*arrays, scale=scale, window=window, softcap=softcap))
+        return y
+    parts = run(sdpa_decode_call(*arrays, scale=scale, window=window, softcap=softcap))
+    (y,) = parts if len(parts) == 1 else run(sdpa_merge_call(parts[0], parts[1], q.dtype))
+    return y
+
+
+def rope(
+    qkv: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    offset: mx.array,
+    table: mx.array,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    q_norm: mx.array | None = None,
+    k_norm: mx.array | None = None,
+    eps: float = 0,
+    run: Run = launch,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """q (B, H, L, D) and the caches, appended to in place: read them together with q."""
+    (q,) = run(
+        rope_call(
+            qkv,
+            k_cache,
+            v_cache,
+            offset,
+            table,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+        )
+    )
+    return q, k_cache, v_cache
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float, *, run: Run = launch) -> mx.array:
+    """x (..., K)."""
+    (y,) = run(rms_norm_call(mx.reshape(x, (-1, x.shape[-1])), weight, eps))
+    return mx.reshape(y, x.shape)
+
+
+def embedding(ids: mx.array, m: Packed, *, dtype: mx.Dtype, run: Run = launch) -> mx.array:
+    """ids (...) int32 to (..., K)."""
+    (y,) = run(embedding_call(mx.flatten(ids), m, dtype))
+    return mx.reshape(y, (*ids.shape, m.k))
+
+
+def swiglu(gate_up: mx.array, *, activation: str = "swiglu", run: Run = launch) -> mx.array:
+    """(M, 2N) interleaved to (M, N)."""
+    (y,) = run(gated_call(gate_up, activation))
+    return y

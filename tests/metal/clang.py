@@ -1,0 +1,149 @@
+"""Clang as a Metal front end: where it is, with which flags, and a cache of what it made.
+
+C++ for OpenCL has Metal's address spaces in its type system, no double, no standard library, no
+exceptions: one compile checks those rules and gives code for this machine. Any clang from 19 on will
+do; Debian's `clang-19` and the one inside PyPI's `ziglang` are tested.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+INCLUDE = HERE / "include"
+RUNTIME = HERE / "runtime"
+NEEDED = 19
+
+METAL_FLAGS = [
+    *["-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc", "-cl-single-precision-constant"],
+    *["-Xclang", "-cl-ext=-all,+__opencl_c_generic_address_space,+cl_khr_fp16"],
+    *["-nostdinc", "-I", str(INCLUDE), "-include", "emulator_base.h", "-Dstatic_cast=metal::cast"],
+    # 16-bit sums must round to 16 bits at every step, as on the GPU.
+    *["-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"],
+    *["-ffp-contract=off", "-fno-math-errno"],
+    # Metal refuses, or means something else by, what these warn of.
+    *["-Werror=uninitialized", "-Werror=sometimes-uninitialized", "-Werror=return-type"],
+    *["-Wno-unknown-attributes", "-Wno-ignored-attributes", "-Wno-unused-value"],
+    *["-Wno-unused-command-line-argument", "-Wno-psabi"],
+]
+X86_FLAGS = [
+    *["-O1", "-fPIC", "-mf16c", "-mavx2", "-fno-omit-frame-pointer", "-fvisibility=hidden"],
+    # Every load and store calls the runtime, as the source has it: no merging, no memcpy idioms.
+    *["-fsanitize=thread", "-fno-vectorize", "-fno-slp-vectorize"],
+    *["-mllvm", "-tsan-instrument-func-entry-exit=0"],
+    *["-mllvm", "-tsan-instrument-read-before-write=1"],
+    *["-mllvm", "-tsan-instrument-atomics=0"],
+    *["-mllvm", "-disable-loop-idiom-all"],
+    "-fsanitize=alignment,array-bounds,integer-divide-by-zero",
+    "-fsanitize-recover=alignment,array-bounds,integer-divide-by-zero",
+    *["-gdwarf-4", "-gline-tables-only"],
+]
+
+
+class CompileError(Exception):
+    """Clang, or the lint, refused a kernel; the text has the reasons with their lines."""
+
+
+def _version(command: list[str]) -> int:
+    try:
+        run = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    except OSError:
+        return 0
+    words = run.stdout.split("clang version ")
+    return int(words[1].split(".")[0]) if run.returncode == 0 and len(words) > 1 else 0
+
+
+@functools.cache
+def find_clang() -> list[str]:
+    """The command that runs a clang of version 19 or newer.
+
+    In this order: $QRUN_CLANG, clang-19 and newer ones on the PATH, plain clang, PyPI's ziglang.
+    """
+    if chosen := os.environ.get("QRUN_CLANG"):
+        return chosen.split()
+    names = [f"clang-{v}" for v in range(NEEDED, NEEDED + 8)] + ["clang"]
+    for name in names:
+        if (path := shutil.which(name)) and _version([path]) >= NEEDED:
+            return [path]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "clang"]
+    raise CompileError(
+        f"no clang {NEEDED} or newer: `apt-get install --no-install-recommends clang-19`, "
+        "or `pip install ziglang`, or name one in $QRUN_CLANG"
+    )
+
+
+@functools.cache
+def cache_folder() -> Path:
+    """$QRUN_METAL_CACHE, or a folder of this user in the system's temporary folder."""
+    default = Path(tempfile.gettempdir()) / f"metal-emulator-{os.getuid()}"
+    folder = Path(os.environ.get("QRUN_METAL_CACHE", default))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Changes whenever the compiler, the shim, the runtime or the flags do."""
+    h = hashlib.sha256(repr((find_clang(), METAL_FLAGS, X86_FLAGS)).encode())
+    h.update(subprocess.run([*find_clang(), "--version"], capture_output=True, check=True).stdout)
+    for folder in (INCLUDE, RUNTIME):
+        for file in sorted(folder.iterdir()):
+            h.update(file.name.encode() + file.read_bytes())
+    return h.hexdigest()
+
+
+def _run(command: list[str], what: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(f"{what}:\n{done.stderr.strip()}")
+    return done.stderr
+
+
+@functools.cache
+def _runtime_objects() -> list[Path]:
+    folder = cache_folder() / ("runtime-" + _fingerprint()[:20])
+    sources = sorted(RUNTIME.glob("*.cpp"))
+    if not folder.exists():
+        work = Path(tempfile.mkdtemp(dir=cache_folder()))
+        for source in sources:
+            flags = ["-x", "c++", "-std=c++20", "-O2", "-fPIC", "-mf16c", "-fno-exceptions"]
+            flags += ["-fno-rtti", "-fno-stack-protector", "-fvisibility=hidden"]
+            target = work / (source.stem + ".o")
+            _run([*find_clang(), *flags, "-c", str(source), "-o", str(target)], source.name)
+        try:
+            work.rename(folder)
+        except OSError:  # another process was quicker
+            shutil.rmtree(work)
+    return [folder / (s.stem + ".o") for s in sources]
+
+
+def _linker() -> list[str]:
+    clang = find_clang()
+    return [*clang[:-1], "cc"] if "ziglang" in clang else clang
+
+
+def build(source: str) -> Path:
+    """Metal source, signature and entry included -> shared object with the runtime in it."""
+    key = hashlib.sha256((_fingerprint() + source).encode()).hexdigest()[:32]
+    target = cache_folder() / f"{key}.so"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as work:
+        text, obj, out = Path(work, "kernel.metal"), Path(work, "kernel.o"), Path(work, "k.so")
+        text.write_text(source)
+        flags = [*METAL_FLAGS, *X86_FLAGS]
+        _run([*find_clang(), *flags, "-c", str(text), "-o", str(obj)], "clang refuses")
+        objects = [str(o) for o in _runtime_objects()]
+        link = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", str(obj), *objects, "-o", str(out)]
+        _run([*_linker(), *link, "-lm", "-lc"], "link")
+        out.rename(target)
+    return target

@@ -1,0 +1,61 @@
+"""The Metal gemm, run by the emulator."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from qrun.ops import _metal
+from qrun.ops._metal_geometry import LADDER
+from qrun.ops._metal_product import Behind, gemm_call
+from tests.ops import metal_support as support
+from tests.ops.metal_support import DTYPES, SEEDS, run, shuffled
+
+
+@pytest.mark.parametrize("rung", ["1x1", "4x4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accumulation(dtype: mx.Dtype, rung: str) -> None:
+    rng = np.random.default_rng(1)
+    x, w = support.normal(rng, (67, 200), dtype), support.normal(rng, (70, 200), dtype)
+    reference = support.numbers(x) @ support.numbers(w).T
+    for seed in SEEDS:
+        with shuffled(seed):
+            y = _metal.gemm(x, w, tile=LADDER[rung], run=run)
+        support.assert_bounded(y, reference, x @ w.T)
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("shape", [(5, 9, 1), (33, 10, 35), (2, 65, 37), (40, 36, 68)])
+def test_odd_shapes(shape: tuple[int, int, int], by_rows: bool) -> None:
+    """Any K: rows that start off an access of 16 bytes are read in smaller ones."""
+    rows, n, k = shape
+    rng = np.random.default_rng(2)
+    x = support.normal(rng, (rows, k + 8), mx.float16)[:, :k]
+    w = support.normal(rng, (n, k) if by_rows else (k, n), mx.float16)
+    if x.size < 8 or w.size < 8:
+        x = mx.concatenate([x, x])
+        rows = x.shape[0]
+    values = support.numbers(w) if by_rows else support.numbers(w).T
+    for seed in SEEDS:
+        with shuffled(seed):
+            (y,) = run(gemm_call(x, w, Behind(), LADDER["2x2"], by_rows=by_rows))
+        support.assert_bounded(y, support.numbers(x) @ values.T, x @ (w.T if by_rows else w))
+
+
+def test_epilogue() -> None:
+    rng = np.random.default_rng(3)
+    x, w = support.normal(rng, (20, 64), mx.float32), support.normal(rng, (26, 64), mx.float32)
+    bias, residual = (
+        support.normal(rng, (26,), mx.float32),
+        support.normal(rng, (20, 13), mx.float32),
+    )
+    with shuffled(1):
+        y = _metal.gemm(x, w, bias=bias, residual=residual, activation="swiglu", run=run)
+    reference = support.behind64(
+        support.numbers(x) @ support.numbers(w).T,
+        bias=support.numbers(bias),
+        residual=support.numbers(residual),
+        activation="swiglu",
+    )
+    np.testing.assert_allclose(support.numbers(y), reference, atol=2e-4)

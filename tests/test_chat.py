@@ -1,0 +1,108 @@
+"""Chat templates: every place a checkpoint keeps one, and rendering."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qrun.chat import render
+from qrun.errors import CheckpointError, UsageError
+from qrun.tokenizer import Tokenizer
+from tests.tiny import CHATML, tiny, write_json
+
+HELLO = [{"role": "user", "content": "hello"}]
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def text_of(folder: Path, messages: list[dict[str, str]]) -> str:
+    tokenizer = Tokenizer(folder)
+    return tokenizer.inner.decode(tokenizer.encode_chat(messages), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("form", ["string", "list", "jinja"])
+def test_case_11_all_sources_of_a_template(form: str, tmp_path: Path) -> None:
+    folder = tiny(tmp_path, template_form=form)
+    assert text_of(folder, HELLO) == ("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_case_11_the_jinja_file_wins(tmp_path: Path) -> None:
+    tiny(tmp_path, template="from the config")
+    (tmp_path / "chat_template.jinja").write_text("from the file", encoding="utf-8")
+    assert text_of(tmp_path, HELLO) == "from the file"
+
+
+def test_case_11_no_template_gives_the_raw_prompt(tmp_path: Path) -> None:
+    assert text_of(tiny(tmp_path, template=None), HELLO) == "hello"
+
+
+def test_case_11_exactly_one_bos(tmp_path: Path) -> None:
+    """The template writes BOS itself, and this tokenizer adds one to every text."""
+    folder = tiny(tmp_path, tokenizer="sentencepiece", template="{{ bos_token }}" + CHATML)
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode_chat(HELLO)
+    assert ids[0] == tokenizer.bos
+    assert ids.count(tokenizer.bos or -1) == 1
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('only pairs of turns') }}",
+        "{{ messages[0].content.missing.deeper }}",
+        "{% if %}",
+        "{{ 1 / 0 }}",
+        "{% for x in range(10**9) %}{{ x }}{% endfor %}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    ],
+)
+def test_case_11_a_failing_template_is_one_line(template: str) -> None:
+    with pytest.raises(UsageError, match="the model's chat template fails: ") as caught:
+        render(template, HELLO, SPECIAL)
+    assert "\n" not in str(caught.value)
+    assert caught.value.hint is not None
+    assert "--raw" in caught.value.hint
+
+
+def test_raise_exception_keeps_its_message() -> None:
+    with pytest.raises(UsageError, match="fails: only pairs of turns"):
+        render("{{ raise_exception('only pairs of turns') }}", HELLO, SPECIAL)
+
+
+@pytest.mark.parametrize(
+    ("template", "want"),
+    [
+        ("{{ bos_token }}{{ eos_token }}", "<s></s>"),
+        ("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "1"),
+        ("{{ {'ö': '<'} | tojson }}", '{"ö": "<"}'),
+        ("{{ {'a': 1} | tojson(indent=1) }}", '{\n "a": 1\n}'),
+        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),  # trim_blocks and lstrip_blocks
+        ("{{ messages | length }}{{ add_generation_prompt }}", "1True"),
+        ("{{ strftime_now('%Y')[:1] }}", "2"),
+        ("{% set ns = namespace(n=0) %}{% set ns.n = 5 %}{{ ns.n }}", "5"),
+        ("{{ tools is defined }}{{ tools }}", "False"),
+    ],
+)
+def test_the_environment_that_templates_expect(template: str, want: str) -> None:
+    assert render(template, HELLO, SPECIAL) == want
+
+
+def test_a_template_cannot_change_the_conversation() -> None:
+    with pytest.raises(UsageError):
+        render("{{ messages.append(1) }}", HELLO, SPECIAL)
+    assert len(HELLO) == 1
+
+
+@pytest.mark.parametrize("broken", [[{"name": "tool_use", "template": "x"}], [1, 2], 7, {}])
+def test_a_list_without_default_is_named(broken: object, tmp_path: Path) -> None:
+    tiny(tmp_path)
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": broken})
+    with pytest.raises(CheckpointError, match="chat_template has no usable default"):
+        Tokenizer(tmp_path)
+
+
+def test_several_messages_with_a_system_message(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "he"}, *HELLO, {"role": "assistant", "content": "a"}]
+    text = text_of(tiny(tmp_path), messages)
+    assert text.startswith("<|im_start|>system\nhe<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n")
+    assert text.endswith("assistant\na<|im_end|>\n<|im_start|>assistant\n")
