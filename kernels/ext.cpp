@@ -6,10 +6,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <mlx/compile.h>
-
 #include "common/op.h"
 #include "common/pool.h"
+#include "common/program.h"
 
 #define QRUN_STRING2(x) #x
 #define QRUN_STRING(x) QRUN_STRING2(x)
@@ -82,12 +81,11 @@ NB_MODULE(_ext, m) {
   m.def("sdpa", &qrun::sdpa, "q"_a, "k_cache"_a, "v_cache"_a, "offset"_a, nb::kw_only(), "scale"_a,
         "window"_a = 0, "softcap"_a = 0.0f);
 
-  // mx.compile fuses neighbouring elementwise ops, for which MLX's CPU backend calls a C++ compiler at
-  // run time, into the temp folder. Without fusion a traced step needs neither.
-  m.def("set_fusion", [](bool on) {
-    qrun::mx::set_compile_mode(on ? qrun::mx::CompileMode::enabled
-                                  : qrun::mx::CompileMode::no_fuse);
-  }, "on"_a);
+  nb::class_<qrun::Program>(m, "Program")
+      .def(nb::init<const std::vector<array>&, const std::vector<array>&>(), "inputs"_a,
+           "outputs"_a)
+      .def("__call__", &qrun::Program::operator(), "inputs"_a);
+
   m.def("isa", [] { return qrun::kernels().name; });
   m.def("force_isa", [](const std::string& name) { qrun::force_isa(name.c_str()); }, "name"_a);
   m.def("threads", &qrun::threads);

@@ -92,13 +92,19 @@ def sdpa(
     window: int = 0,
     softcap: float = 0.0,
 ) -> mx.array: ...  # (B, L, H*D)
+class Program:
+    """A traced function as one primitive."""
+
+    def __init__(self, inputs: list[mx.array], outputs: list[mx.array]) -> None:
+        """outputs were computed from inputs and not evaluated; all else they use is constant."""
+
+    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
+        """The same function of other inputs of the same shapes."""
+
 def isa() -> str:
     """The instruction set in use: the best this machine has, or QRUN_ISA's."""
 
 def force_isa(name: str) -> None: ...
-def set_fusion(on: bool) -> None:
-    """Whether mx.compile fuses elementwise ops; on a CPU that takes a C++ compiler at run time."""
-
 def threads() -> int: ...
 def set_threads(n: int) -> None:
     """0: QRUN_NUM_THREADS, or as many as affinity and cgroup allow."""

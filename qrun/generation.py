@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, cast
+from typing import Literal, cast
 
 import mlx.core as mx
 
@@ -20,7 +20,6 @@ from qrun.tokenizer import StopFinder, StreamingDecoder
 PREFILL_CHUNK = 512  # rows at a time: enough to be bound by arithmetic, few enough to stay small
 DEFAULT_MAX_TOKENS = 512
 
-Arrays: TypeAlias = list[mx.array]
 FinishReason = Literal["stop", "length"]
 Prompt = str | Sequence[Message] | Sequence[int]
 
@@ -233,17 +232,20 @@ def decode_step(model: LoadedModel, cache: Cache) -> Callable[[mx.array], mx.arr
     position is data.
     """
 
-    def step(
-        token: mx.array, offset: mx.array, keys: Arrays, values: Arrays
-    ) -> tuple[mx.array, Arrays, Arrays]:
-        held = cache.bound(keys, values, offset)
-        logits = model.model.logits(model.model(token, held))
-        return logits, held.keys, held.values
+    layers = len(cache.keys)
+
+    def step(inputs: list[mx.array]) -> list[mx.array]:
+        """token, offset, keys, values -> logits, keys, values."""
+        token, offset, *held = inputs
+        seen = cache.bound(held[:layers], held[layers:], offset)
+        logits = model.model.logits(model.model(token, seen))
+        return [logits, *seen.keys, *seen.values]
 
     run = _launch.backend().traced(step)
 
     def advance(token: mx.array) -> mx.array:
-        logits, cache.keys, cache.values = run(token, cache.offset, cache.keys, cache.values)
+        logits, *held = run([token, cache.offset, *cache.keys, *cache.values])
+        cache.keys, cache.values = held[:layers], held[layers:]
         cache.advance(1)
         return logits
 

@@ -137,7 +137,9 @@ def inspect(model: str | os.PathLike[str], *, length: int | None = None) -> Repo
 
 def _add(report: Report, error: QrunError, remedy: str = "") -> None:
     fallback = "download config.json again, or take another checkpoint of the model"
-    problem = Problem(str(error), error.hint or remedy or fallback)
+    # A name out of a broken file may hold what no terminal can print.
+    text = str(error).encode("utf-8", "backslashreplace").decode()
+    problem = Problem(text, error.hint or remedy or fallback)
     if problem not in report.problems:
         report.problems.append(problem)
 

@@ -68,7 +68,7 @@ def rope_from(
     kind = scaling.str("rope_type", scaling.str("type", "default"))
     if kind not in _RULES:
         raise CheckpointError(
-            f"{scaling.where}: rope type {kind!r} is not supported (known: {', '.join(_RULES)})"
+            f"{scaling.where}: rope type {kind!r:.80} is not supported (known: {', '.join(_RULES)})"
         )
     dim = int(head_dim * share)
     if not 2 <= dim <= head_dim or dim % 2:

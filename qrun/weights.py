@@ -91,11 +91,11 @@ class Weights:
     def norm(self, name: str, k: int, eps: float, *, plus_one: bool = False) -> RMSNorm:
         """The RMS norm `name.weight` (k,); plus_one: the checkpoint stores weight - 1 (gemma)."""
         weight = self.vector(f"{name}.weight", k).astype(mx.float32)
-        return RMSNorm(weight + 1 if plus_one else weight, eps)
+        return RMSNorm(self._ready(weight + 1 if plus_one else weight), eps)
 
     def layer_norm(self, name: str, k: int, eps: float) -> LayerNorm:
         """The layer norm `name.weight` (k,), without a bias."""
-        return LayerNorm(self.vector(f"{name}.weight", k).astype(mx.float32), eps)
+        return LayerNorm(self._ready(self.vector(f"{name}.weight", k).astype(mx.float32)), eps)
 
     def linear(
         self,
@@ -148,13 +148,18 @@ class Weights:
             whole = parts[0]
         self.source.release()
         if isinstance(whole, Linear):
-            return DenseExperts(whole.weight.reshape(count, -1, whole.weight.shape[1]))
-        if not has_kernel():
+            width = whole.weight.shape[1]
+            return DenseExperts(self._ready(whole.weight.reshape(count, -1, width)))
+        if has_kernel():
+            whole = self._packed(whole)
+        else:
             self._root.slow.append(f"{path}: no kernel for experts here, MLX's own op runs")
-        elif self._root.pack:
-            return Experts(whole.matrix.pack(), count)
-        # MLX's own op wants scales in the type of x. Converted here once, not in every step.
-        return Experts(_float_scales(whole.matrix), count)
+            # MLX's op wants scales in the type of x: converted here once, not in every step.
+            whole = QuantizedLinear(_float_scales(whole.matrix))
+            if self._computes:
+                mx.eval(whole.matrix.w, whole.matrix.scales, whole.matrix.biases)
+        assert isinstance(whole, QuantizedLinear)
+        return Experts(whole.matrix, count)
 
     def embedding(self, name: str, n: int, k: int) -> Embedding:
         """The embedding table `name`, n x k."""
@@ -200,7 +205,7 @@ class Weights:
         left = sorted(
             t for t in self.source.tensors if t not in root.taken and not t.endswith(ignored)
         )
-        return root.problems + [f"{name} is unexpected" for name in left]
+        return root.problems + [f"{name:.200} is unexpected" for name in left]
 
     def finish(self, folder: object) -> None:
         """Raise CheckpointError if there are problems, listing the first of them."""
@@ -262,9 +267,26 @@ class Weights:
         return QuantizedLinear(matrix, offset)
 
     def _packed(self, part: QuantizedLinear | Linear) -> QuantizedLinear | Linear:
-        if isinstance(part, Linear) or not self._root.pack:
+        """In the layout of the backend's kernels, and computed: what it came from can be freed."""
+        if not self._computes:
             return part
-        return QuantizedLinear(part.matrix.pack(), part.bias)
+        if isinstance(part, Linear):
+            mx.eval(part.weight, part.bias)
+            return part
+        matrix = part.matrix.pack()
+        mx.eval(matrix.w, matrix.scales, matrix.biases, part.bias)
+        return QuantizedLinear(matrix, part.bias)
+
+    def _ready(self, array: mx.array) -> mx.array:
+        """The same, computed."""
+        if self._computes:
+            mx.eval(array)
+        return array
+
+    @property
+    def _computes(self) -> bool:
+        """Not for a look at headers, and no longer once there is a problem."""
+        return self._root.pack and not self._root.problems
 
     def _expert_part(
         self, stacked: str, listed: str, count: int, n: int, k: int
@@ -382,7 +404,7 @@ class Declared:
             method = "mlx" if level is None else level.str("quant_method", "mlx")
             if level is not None and method != "mlx":
                 raise CheckpointError(
-                    f"{level.where}: quantization method {method!r} is not supported",
+                    f"{level.where}: quantization method {method!r:.80} is not supported",
                     hint="qrun reads MLX's formats: affine, mxfp4, nvfp4, mxfp8",
                 )
         self.default: Quantization | None = None
@@ -409,7 +431,7 @@ def _spec(level: Config) -> Quantization:
     """An entry's spec; missing numbers are the mode's defaults."""
     mode = level.str("mode", "affine")
     if mode not in MODES:
-        raise CheckpointError(f"{level.where}: unknown mode {mode!r} (known: {', '.join(MODES)})")
+        raise CheckpointError(f"{level.where}: unknown mode {mode!r:.80} (known: {', '.join(MODES)})")
     group, bits = MODES[mode]
     try:
         return Quantization(level.int("bits", bits), level.int("group_size", group), mode)

@@ -43,12 +43,12 @@ static float inverse_scale(int largest_bits, int count) {
 
 // v (16 numbers at k = i of the group) -> digits[d][i..]; digits of one row and chunk are adjacent.
 template <int COUNT>
-static void store_digits(int8_t* out, i32x16 v, bool even_odd) {
+static void store_digits(int8_t* out, int chunk, i32x16 v, bool even_odd) {
   for (int d = COUNT - 1; d >= 0; d--) {
     if (even_odd)
-      store_bytes_even_odd(out + d * kChunk, v);
+      store_bytes_even_odd(out + d * chunk, v);
     else
-      store_bytes(out + d * kChunk, v);
+      store_bytes(out + d * chunk, v);
     i32x16 low = sra<24>(shl<24>(v));
     v = sra<8>(v - low);
   }
@@ -60,7 +60,7 @@ static void prepare_row(const Prologue& p, const Digits& d, int tile, int r) {
   const size_t row = (size_t)tile * d.tile + r;
   const bool spare = row >= (size_t)d.m;
   const f32x16 rms = splat(p.norm && !spare ? inverse_rms(p, row, d.k) : 1.0f);
-  int8_t* digits = tile_digits(d, tile) + r * COUNT * kChunk;
+  int8_t* digits = tile_digits(d, tile) + r * COUNT * d.chunk;
   float* meta = tile_meta(d, tile) + r;
   f32x16 x[8];  // a group of up to 128
   for (int g = 0; g < groups; g++) {
@@ -79,8 +79,8 @@ static void prepare_row(const Prologue& p, const Digits& d, int tile, int r) {
     for (int i = 0; i < d.group / 16; i++) {
       i32x16 v = finite ? round_to_int(x[i] * splat(inverse)) : splat_i(0);
       total = total + v;
-      const int chunk = (g * d.group + i * 16) / kChunk;
-      store_digits<COUNT>(digits + (size_t)chunk * rows * COUNT * kChunk + i % 2 * 16, v,
+      const int k = g * d.group + i * 16, chunk = k / d.chunk;
+      store_digits<COUNT>(digits + (size_t)chunk * rows * COUNT * d.chunk + k % d.chunk, d.chunk, v,
                           d.even_odd);
     }
     meta[(2 * g) * rows] = scale;

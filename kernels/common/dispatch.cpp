@@ -10,6 +10,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace qrun {
 
@@ -22,6 +26,7 @@ QRUN_DECLARE(portable)
 QRUN_DECLARE(avx2)
 QRUN_DECLARE(avx512)
 QRUN_DECLARE(avx512vnni)
+QRUN_DECLARE(amx)
 #elif defined(__aarch64__)
 QRUN_DECLARE(neon)
 #endif
@@ -45,27 +50,42 @@ unsigned long long saved_state() {
   return low | (unsigned long long)high << 32;
 }
 
+// Linux hands out the 8 KB of tile registers on request, to the whole process at once.
+bool tiles_granted() {
+#if defined(__linux__)
+  constexpr long request_permission = 0x1023, tile_data = 18;
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+
 // Best last.
 const Choice* choices(int& count) {
   static const auto list = [] {
     const unsigned long long state = saved_state();
-    unsigned a, b, c = 0, d, b7 = 0, c7 = 0;
+    unsigned a, b, c = 0, d, b7 = 0, c7 = 0, d7 = 0;
     __get_cpuid(1, &a, &b, &c, &d);
     const unsigned features1 = c;
-    __get_cpuid_count(7, 0, &a, &b7, &c7, &d);
+    __get_cpuid_count(7, 0, &a, &b7, &c7, &d7);
     const bool ymm = (state & 0x06) == 0x06, zmm = ymm && (state & 0xe0) == 0xe0;
     const bool avx2 = ymm && (b7 & bit_AVX2) && (features1 & bit_FMA) && (features1 & bit_F16C);
     const bool avx512 = avx2 && zmm && (b7 & bit_AVX512F) && (b7 & bit_AVX512BW) &&
                         (b7 & bit_AVX512VL) && (b7 & bit_AVX512DQ);
+    const bool vnni = avx512 && (c7 & bit_AVX512VNNI);
+    constexpr unsigned amx_tile = 1u << 24, amx_int8 = 1u << 25;
+    const bool amx = vnni && (d7 & amx_tile) && (d7 & amx_int8) &&
+                     (state & 0x60000) == 0x60000 && tiles_granted();
     struct List {
-      Choice at[4];
+      Choice at[5];
     };
     return List{{{&portable::table, true},
                  {&avx2::table, avx2},
                  {&avx512::table, avx512},
-                 {&avx512vnni::table, avx512 && (c7 & bit_AVX512VNNI)}}};
+                 {&avx512vnni::table, vnni},
+                 {&amx::table, amx}}};
   }();
-  count = 4;
+  count = 5;
   return list.at;
 }
 #elif defined(__aarch64__)

@@ -13,6 +13,7 @@ const Kernels table = {
     {kMaxTile[0], kMaxTile[1], kMaxTile[2], kMaxTile[3]},
     prepare,
     product,
+    product_tiled,
     rms_norm,
     rope,
     sdpa,

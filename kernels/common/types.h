@@ -17,7 +17,7 @@ static inline size_t size_of(Type t) { return t == Type::f32 ? 4 : 2; }
 enum class Activation : int { none, swiglu, geglu };
 
 constexpr int kLanes = 16;  // rows of w in a block: one dword lane each
-constexpr int kChunk = 32;  // successive k whose digits lie together
+constexpr int kChunk = 32;  // successive k of a step of the vector kernels
 constexpr int kMaxDigits = 3;
 
 // w in stream order; the drawing is in kernels/qmv/README.md.
@@ -37,7 +37,7 @@ struct Matrix {
 
 // x as fixed point numbers, each written with `count` signed base-256 digits:
 //   x[m, k] = scale[m, g] * (digit0 * 256^(count-1) + ... + digit_last)
-// Rows come in tiles; the last one may be smaller. digits: (tiles, k/32, rows, count, 32).
+// Rows come in tiles; the last one may be smaller. digits: (tiles, k/chunk, rows, count, chunk).
 // meta: (tiles, k/group, 2, rows): the scale, then the sum of the group's x. Both are exactly what
 // the product needs, in the order in which it needs them.
 struct Digits {
@@ -46,17 +46,21 @@ struct Digits {
   int m, k, group;
   int count;  // 1, 2 or 3
   int tile;   // rows of a full tile
+  int chunk;  // successive k whose digits lie together
   bool even_odd;  // 4-bit codes: eight k lie in the order 0 2 4 6 1 3 5 7
 
   int tiles() const { return (m + tile - 1) / tile; }
 };
 
-// Rows of a tile that holds r rows of x: the kernels exist for these heights, spare rows are zero.
-static inline int tile_height(int r) { return r <= 2 ? r : r <= 4 ? 4 : r <= 6 ? 6 : 8; }
+// Heights for which kernels exist, 16 on a matrix unit; spare rows are zero.
+constexpr int kUnitRows = 16;
+static inline int tile_height(int r) {
+  return r <= 2 ? r : r <= 4 ? 4 : r <= 6 ? 6 : r <= 8 ? 8 : kUnitRows;
+}
 
 static inline int rows_in_tile(const Digits& d, int t) {
-  int left = d.m - t * d.tile;
-  return tile_height(left < d.tile ? left : d.tile);
+  const int left = d.m - t * d.tile;
+  return d.tile == kUnitRows ? kUnitRows : tile_height(left < d.tile ? left : d.tile);
 }
 static inline int8_t* tile_digits(const Digits& d, int t) {
   return d.digits + (size_t)t * d.tile * d.count * d.k;
@@ -127,6 +131,9 @@ struct Kernels {
   void (*prepare)(const Prologue&, const Digits&, int tile0, int tile1);
   void (*product)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1, int tile0,
                   int tile1);
+  // The same on a matrix unit (AMX), or null: tiles of up to 16 rows of x, chunks of min(group, 64).
+  void (*product_tiled)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1,
+                        int tile0, int tile1);
   void (*rms_norm)(const RmsNorm&, int row0, int row1);
   void (*rope)(const Rope&, int item0, int item1);  // items: (B, L)
   void (*sdpa)(const Sdpa&, int item0, int item1);

@@ -164,6 +164,7 @@ static inline i32x16 dot_byte(i32x16 acc, i32x16 codes, const int8_t* p) {
   return {dot_byte_half(acc.a, codes.a, even, odd), dot_byte_half(acc.b, codes.b, even, odd)};
 }
 
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+// Into L2: a line on its way to L1 would hold one of the few fill buffers until memory answers.
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 }  // namespace qrun::QRUN_NS

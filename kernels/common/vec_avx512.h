@@ -88,11 +88,13 @@ static inline i32x16 lookup(const uint8_t* table, i32x16 index) {
 // acc + the dot product of each lane's four unsigned bytes with the four signed bytes at p.
 // dot_small: the unsigned bytes are at most 24, so pairs cannot overflow 16 bits.
 static inline i32x16 dot_small(i32x16 acc, i32x16 codes, const int8_t* p) {
+#ifdef __AVX512VNNI__
+  // The broadcast belongs to the instruction; the intrinsic makes g++ 12 spend a register on it.
+  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(codes.v), "m"(*(const int8_t(*)[4])p));
+  return acc;
+#else
   int x;
   __builtin_memcpy(&x, p, 4);
-#ifdef __AVX512VNNI__
-  return {_mm512_dpbusd_epi32(acc.v, codes.v, _mm512_set1_epi32(x))};
-#else
   __m512i pairs = _mm512_maddubs_epi16(codes.v, _mm512_set1_epi32(x));
   return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
 #endif
@@ -111,6 +113,7 @@ static inline i32x16 dot_byte(i32x16 acc, i32x16 codes, const int8_t* p) {
 #endif
 }
 
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+// Into L2: a line on its way to L1 would hold one of the few fill buffers until memory answers.
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 }  // namespace qrun::QRUN_NS

@@ -27,6 +27,7 @@ Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits
 
 namespace {
 
+constexpr int kUnitFrom = 9;  // rows of x from which a matrix unit, where there is one, pays
 constexpr size_t kShareBytes = 64 << 10;  // packed bytes worth handing to another thread
 constexpr size_t kPanelBytes = 768 << 10;  // digits of x that stay in L2 while blocks of w pass
 
@@ -62,7 +63,9 @@ class Product : public CpuPrimitive {
     d.group = w.group;
     d.count = digits_;
     d.even_odd = w.bits == 4;
-    d.tile = std::min(tile_height(std::min(d.m, 8)), run->max_tile[d.count]);
+    const bool unit = run->product_tiled && d.m >= kUnitFrom;
+    d.tile = unit ? kUnitRows : std::min(tile_height(std::min(d.m, 8)), run->max_tile[d.count]);
+    d.chunk = unit ? std::min(d.group, 64) : kChunk;
     const size_t rows = static_cast<size_t>(d.tiles()) * d.tile;
     d.digits = static_cast<int8_t*>(scratch(rows * d.count * d.k, stream()));
     d.meta = static_cast<float*>(scratch(rows * 2 * (d.k / d.group) * sizeof(float), stream()));
@@ -78,18 +81,20 @@ class Product : public CpuPrimitive {
     parallel(tiles, elements < 32768 ? tiles : std::max(1, tiles / (8 * threads())),
              [&](int t0, int t1) { run.prepare(p, d, t0, t1); });
 
-    // A panel of x: as many tiles as stay in a core's L2. Items are (panel, run of blocks).
+    // A panel of x: as many tiles as stay in a core's L2. Items are (panel, run of blocks), enough
+    // of them for the threads to end together.
     const size_t tile_bytes = static_cast<size_t>(d.tile) * d.count * d.k;
     const int panel = std::max(1, std::min(tiles, static_cast<int>(kPanelBytes / tile_bytes)));
     const int panels = (tiles + panel - 1) / panel;
     const size_t work = w.block_bytes() * std::min(panel, 4);
     const int least = std::max<int>(1, kShareBytes / 2 / work);
-    const int run_length = std::max(least, blocks / (4 * threads()));
-    const int runs = (blocks + run_length - 1) / run_length;
+    const int length = std::max(least, blocks / (4 * threads()));
+    const int runs = (blocks + length - 1) / length;
+    const auto kernel = d.tile == kUnitRows ? run.product_tiled : run.product;
     parallel(panels * runs, 1, [&](int i0, int i1) {
       for (int i = i0; i < i1; i++) {
-        const int t0 = i / runs * panel, b0 = i % runs * run_length;
-        run.product(w, d, e, b0, std::min(blocks, b0 + run_length), t0, std::min(tiles, t0 + panel));
+        const int t0 = i / runs * panel, b0 = i % runs * length;
+        kernel(w, d, e, b0, std::min(blocks, b0 + length), t0, std::min(tiles, t0 + panel));
       }
     });
   }

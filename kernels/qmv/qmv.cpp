@@ -12,21 +12,10 @@
 //
 // The order of additions depends on nothing but k: any M, tile or thread count gives the same bits.
 #include "../common/epilogue.h"
+#include "../common/join.h"
 #include "../common/kernels.h"
 
 namespace qrun::QRUN_NS {
-
-// e2m1, times two, plus twelve: 0 .5 1 1.5 2 3 4 6 and their negatives
-alignas(16) static const uint8_t kFp4[16] = {12, 13, 14, 15, 16, 18, 20, 24,
-                                             12, 11, 10, 9,  8,  6,  4,  0};
-
-// The digits' sums, put together as one float32 each: at most 2^26 (4 bits) before rounding.
-template <int D>
-static inline f32x16 join(const i32x16* s) {
-  if constexpr (D == 1) return to_float(s[0]);
-  if constexpr (D == 2) return to_float(shl<8>(s[0]) + s[1]);
-  return fma(to_float(s[0]), splat(65536), to_float(shl<8>(s[1]) + s[2]));
-}
 
 constexpr int kAhead = 8192;  // bytes; 1 KB ahead is worse than none
 
@@ -37,16 +26,19 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
   const float* meta = tile_meta(digits, t);
   const int groups = w.k / w.group, chunks = w.group / kChunk;
   const size_t scales_bytes = kLanes * size_of(w.scales);
+  // A dot product takes 5 cycles and two start in each: few sums need twice the chains.
+  constexpr bool two_chains = BITS == 4 && MT * D <= 6;
   f32x16 acc[MT];
   QRUN_UNROLL
   for (int m = 0; m < MT; m++) acc[m] = splat(0);
 
   for (int g = 0; g < groups; g++) {
-    i32x16 s[MT][D];
+    i32x16 s[MT][D], s2[MT][D];
+    auto& odd_sums = two_chains ? s2 : s;
     QRUN_UNROLL
     for (int m = 0; m < MT; m++)
       QRUN_UNROLL
-      for (int d = 0; d < D; d++) s[m][d] = splat_i(0);
+      for (int d = 0; d < D; d++) s[m][d] = s2[m][d] = splat_i(0);
 
     for (int c = 0; c < chunks; c++) {
       QRUN_UNROLL
@@ -75,7 +67,8 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
           for (int m = 0; m < MT; m++)
             QRUN_UNROLL
             for (int d = 0; d < D; d++)
-              s[m][d] = dot_small(s[m][d], odd, x + (m * D + d) * kChunk + i * 8 + 4);
+              odd_sums[m][d] =
+                  dot_small(odd_sums[m][d], odd, x + (m * D + d) * kChunk + i * 8 + 4);
         }
       }
       p += BITS * 64;
@@ -86,6 +79,9 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
     p += 2 * scales_bytes;
     QRUN_UNROLL
     for (int m = 0; m < MT; m++) {
+      if constexpr (two_chains)
+        QRUN_UNROLL
+        for (int d = 0; d < D; d++) s[m][d] = s[m][d] + s2[m][d];
       acc[m] = fma(scale, join<D>(s[m]) * splat(meta[m]), acc[m]);
       acc[m] = fma(bias, splat(meta[MT + m]), acc[m]);
     }

@@ -6,7 +6,6 @@ Matrices are repacked once into the stream that the kernels read (kernels/qmv/RE
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 
@@ -28,20 +27,14 @@ sample = on_host
 
 
 def traced(step: Step) -> Step:
-    """mx.compile, which traces in the first call. What it fuses would need a C++ compiler here."""
-    compiled = mx.compile(step)
-    fresh = True
+    """The graph of the first call, as one primitive (kernels/common/program.cpp)."""
+    program: _ext.Program | None = None
 
-    def run(*arguments: Any) -> Any:
-        nonlocal fresh
-        if not fresh:
-            return compiled(*arguments)
-        fresh = False
-        _ext.set_fusion(False)
-        try:
-            return compiled(*arguments)
-        finally:
-            _ext.set_fusion(True)
+    def run(inputs: list[mx.array]) -> list[mx.array]:
+        nonlocal program
+        if program is None:
+            program = _ext.Program(inputs, step(inputs))
+        return program(inputs)
 
     return run
 

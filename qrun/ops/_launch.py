@@ -24,7 +24,7 @@ Norm = tuple[
 ]  # RMS-norm weight (K,) and epsilon, applied to x in front of a product
 
 
-Step = Callable[..., Any]
+Step = Callable[[list[mx.array]], list[mx.array]]
 
 
 class Backend(Protocol):
@@ -34,7 +34,7 @@ class Backend(Protocol):
     # Products of more rows than this are qmm's.
     QMV_ROWS: int
 
-    # A decode step, traced once and replayed where that needs no compiler at run time.
+    # A function of arrays that always have the same shapes, traced once and replayed.
     traced: Callable[[Step], Step]
     # Whether matrices of a format run on kernels of its own, or a slower right way.
     has_kernel: Callable[[Quantization], bool]
