@@ -10,12 +10,15 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from qrun import _ext
+from qrun.ops import _mlx
 from qrun.ops._launch import Arrays, Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_host
+from qrun.quantization import Quantization
 
 NAME = "cpu"
 QMV_ROWS = 8
+MODES = ("affine",)  # with kernels; a matrix in another takes MLX's product
 
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
@@ -46,8 +49,14 @@ def traced(step: Step) -> Step:
     return run
 
 
+def has_kernel(spec: Quantization) -> bool:
+    return spec.mode in MODES
+
+
 def pack(m: QuantizedMatrix) -> mx.array | None:
     """The stream of uint8 bytes; m's own arrays are no longer needed then."""
+    if not has_kernel(m.spec):
+        return None
     assert m.w is not None
     assert m.scales is not None
     return _ext.pack(m.w, m.scales, m.biases, m.spec.bits, m.spec.group_size, m.spec.mode)
@@ -89,6 +98,10 @@ def _product(
     activation: str | None,
     scale: float,
 ) -> mx.array:
+    if not has_kernel(m.spec):
+        return _mlx.qmv(
+            x, m, norm=norm, bias=bias, residual=residual, activation=activation, scale=scale
+        )
     return kernel(
         x,
         _stream(m),
@@ -115,6 +128,8 @@ def _stream(m: QuantizedMatrix) -> mx.array:
 
 
 def embedding(ids: mx.array, m: QuantizedMatrix, *, dtype: mx.Dtype, scale: float) -> mx.array:
+    if not has_kernel(m.spec):
+        return _mlx.embedding(ids, m, dtype=dtype, scale=scale)
     return _ext.embedding(
         ids,
         _stream(m),

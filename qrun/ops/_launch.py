@@ -17,6 +17,7 @@ import mlx.core as mx
 
 if TYPE_CHECKING:
     from qrun.ops.matrix import QuantizedMatrix
+    from qrun.quantization import Quantization
 
 Norm = tuple[
     mx.array, float
@@ -37,6 +38,8 @@ class Backend(Protocol):
 
     # A step whose arrays always have the same shapes, traced once and replayed.
     traced: Callable[[Step], Step]
+    # Whether matrices of a format run on kernels of its own, or a slower right way.
+    has_kernel: Callable[[Quantization], bool]
     pack: Callable[[QuantizedMatrix], mx.array | None]
     qmv: Callable[..., mx.array]
     qmm: Callable[..., mx.array]
