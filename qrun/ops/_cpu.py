@@ -34,15 +34,19 @@ def traced(step: Step) -> Step:
     """
     program: _ext.Program | None = None
     bound: Arrays = []
+    foreign = False
 
     def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
-        nonlocal program, bound
+        nonlocal program, bound, foreign
+        if foreign:
+            return step(inputs, state)
         if program is None or any(a is not b for a, b in zip(state, bound, strict=True)):
             mx.eval(state)  # what is still to be computed must not become part of the program
             outputs, after = step(inputs, state)
             try:
                 program, bound = _ext.Program(inputs, outputs), state
-            except ValueError:
+            except ValueError:  # an op of MLX among them
+                foreign = True
                 return outputs, after
         return program(inputs), bound
 
