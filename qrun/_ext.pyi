@@ -92,6 +92,7 @@ def sdpa(
     window: int = 0,
     softcap: float = 0.0,
 ) -> mx.array: ...  # (B, L, H*D)
+
 class Program:
     """A traced function as one primitive."""
 
