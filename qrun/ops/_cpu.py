@@ -18,7 +18,7 @@ from qrun.quantization import Quantization
 
 NAME = "cpu"
 QMV_ROWS = 8
-MODES = ("affine",)  # with kernels; a matrix in another takes MLX's product
+MODES = ("affine", "mxfp4")  # with kernels; a matrix in another takes MLX's product
 
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
