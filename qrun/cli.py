@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -35,6 +35,7 @@ Exit codes:
 
 
 @click.group(
+    no_args_is_help=False,  # its way of printing help is an error whose message is the help
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=EXIT_CODES,
 )
@@ -303,14 +304,17 @@ def inspect(model: str, context: int | None, as_json: bool) -> None:
 
 def main() -> None:
     """Run a command; turn every outcome into an exit code and at most two lines."""
-    debug = "--debug" in sys.argv[1:]
+    debug, stdout = "--debug" in sys.argv[1:], sys.stdout
     try:
         cli.main(standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader went away, as in `qrun ... | head`: nothing to say, and nobody to say it to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        _reader_left()
+    except SystemExit:
+        # click answers a closed pipe with exit code 1, and with another sys.stdout.
+        if sys.stdout is not stdout:
+            _reader_left()
+        raise
     except (KeyboardInterrupt, click.Abort):
         click.echo(err=True)
         sys.exit(130)
@@ -326,6 +330,12 @@ def main() -> None:
         if debug:
             raise
         _fail(f"{type(error).__name__}: {error}", "--debug shows where: qrun --debug ...", 1)
+
+
+def _reader_left() -> NoReturn:
+    """As in `qrun ... | head`: nothing to say, and nobody to say it to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python's last flush fails once more
+    sys.exit(0)
 
 
 def _fail(message: str, hint: str | None, code: int) -> None:

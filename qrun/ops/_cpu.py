@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from qrun import _ext
 from qrun.ops import _mlx
-from qrun.ops._launch import Norm, Step
+from qrun.ops._launch import Arrays, Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_host
 from qrun.quantization import Quantization
@@ -27,14 +27,24 @@ sample = on_host
 
 
 def traced(step: Step) -> Step:
-    """The graph of the first call, as one primitive (kernels/common/program.cpp)."""
-    program: _ext.Program | None = None
+    """The graph of the first call as one primitive, where all its ops are ours.
 
-    def run(inputs: list[mx.array]) -> list[mx.array]:
-        nonlocal program
-        if program is None:
-            program = _ext.Program(inputs, step(inputs))
-        return program(inputs)
+    State is written in place, so the program keeps the arrays of the first call
+    (kernels/common/program.cpp).
+    """
+    program: _ext.Program | None = None
+    bound: Arrays = []
+
+    def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        nonlocal program, bound
+        if program is None or any(a is not b for a, b in zip(state, bound, strict=True)):
+            mx.eval(state)  # what is still to be computed must not become part of the program
+            outputs, after = step(inputs, state)
+            try:
+                program, bound = _ext.Program(inputs, outputs), state
+            except ValueError:
+                return outputs, after
+        return program(inputs), bound
 
     return run
 
