@@ -274,12 +274,13 @@ class MixtureMLP:
         expert = chosen.reshape(-1).astype(mx.int32)
         row = mx.repeat(mx.arange(rows, dtype=mx.int32), self.top)
         grouped = rows > 1
-        if grouped:  # All rows of an expert come together: its weights are read once.
-            order = mx.argsort(expert)
+        # In prefill all rows of an expert come together: its weights are read once.
+        order = mx.argsort(expert) if grouped else None
+        if order is not None:
             expert, row = expert[order], row[order]
         y = self.gate_up_proj(h, row, expert, activation="swiglu", grouped=grouped)
         y = self.down_proj(y, mx.arange(y.shape[0], dtype=mx.int32), expert, grouped=grouped)
-        if grouped:
+        if order is not None:
             y = y[mx.argsort(order)]
         y = share[:, None] @ y.reshape(rows, self.top, k).astype(mx.float32)  # (M, 1, K)
         return (y[:, 0] + residual.astype(mx.float32)).astype(x.dtype)

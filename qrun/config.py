@@ -120,7 +120,9 @@ class Config:
         value = self.raw(key)
         if value is not None and value not in allowed:
             names = " or ".join(repr(a) for a in allowed)
-            raise CheckpointError(f"{self.where}: {key} is {value!r:.80}, only {names} is supported")
+            raise CheckpointError(
+                f"{self.where}: {key} is {value!r:.80}, only {names} is supported"
+            )
 
     def unread(self) -> list[str]:
         """Keys nobody asked for."""

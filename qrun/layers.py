@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
 from qrun import ops
 from qrun.ops import QuantizedMatrix, _launch
@@ -199,4 +200,6 @@ def softcap(x: mx.array, limit: float) -> mx.array:
 
 def round_to_bfloat16(value: float) -> float:
     """The nearest bfloat16: a constant as a model trained in that type had it."""
-    return float(mx.array(value, mx.bfloat16).item())
+    word = np.array(value, np.float32).view(np.uint32)
+    rounded = word + 0x7FFF + (word >> 16 & 1) & np.uint32(0xFFFF0000)
+    return float(rounded.view(np.float32))

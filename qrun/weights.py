@@ -431,7 +431,8 @@ def _spec(level: Config) -> Quantization:
     """An entry's spec; missing numbers are the mode's defaults."""
     mode = level.str("mode", "affine")
     if mode not in MODES:
-        raise CheckpointError(f"{level.where}: unknown mode {mode!r:.80} (known: {', '.join(MODES)})")
+        known = ", ".join(MODES)
+        raise CheckpointError(f"{level.where}: unknown mode {mode!r:.80} (known: {known})")
     group, bits = MODES[mode]
     try:
         return Quantization(level.int("bits", bits), level.int("group_size", group), mode)

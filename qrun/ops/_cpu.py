@@ -18,7 +18,7 @@ from qrun.quantization import Quantization
 
 NAME = "cpu"
 QMV_ROWS = 8
-MODES = ("affine",)  # with kernels; a matrix in another takes MLX's product
+MODES = ("affine", "mxfp4")  # with kernels; a matrix in another takes MLX's product
 
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
@@ -113,7 +113,7 @@ def _product(
         m.k,
         m.spec.bits,
         m.spec.group_size,
-        scale_dtype=m.scale_dtype,
+        scale_dtype=_scales(m),
         mode=m.spec.mode,
         norm_weight=None if norm is None else norm[0],
         eps=0.0 if norm is None else norm[1],
@@ -122,6 +122,11 @@ def _product(
         activation=activation or "none",
         scale=scale,
     )
+
+
+def _scales(m: QuantizedMatrix) -> mx.Dtype:
+    """The type of affine scales. A microscaling format has bytes, and what is said is not used."""
+    return m.scale_dtype if m.spec.mode == "affine" else mx.float32
 
 
 def _stream(m: QuantizedMatrix) -> mx.array:
@@ -141,7 +146,7 @@ def embedding(ids: mx.array, m: QuantizedMatrix, *, dtype: mx.Dtype, scale: floa
         m.k,
         m.spec.bits,
         m.spec.group_size,
-        m.scale_dtype,
+        _scales(m),
         dtype,
         scale,
         m.spec.mode,
