@@ -17,6 +17,7 @@ from qrun.errors import QrunError, UsageError
 
 if TYPE_CHECKING:
     from qrun.generation import Generation
+    from qrun.inspect import Report
     from qrun.loader import LoadedModel
 
 EXIT_CODES = """\b
@@ -276,6 +277,31 @@ def bench(
         click.echo(report.table(rows))
 
 
+@cli.command(epilog=EXIT_CODES)
+@click.argument("model", envvar="QRUN_MODEL")
+@click.option(
+    "-c", "--context", type=click.IntRange(1), help="Positions to plan memory for. Default: all."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def inspect(model: str, context: int | None, as_json: bool) -> None:
+    """Say what MODEL is, what memory it takes, and whether it would load; read no weights.
+
+    The exit code is 0 if it would load, 4 if not.
+    """
+    from qrun.hardware import require_mlx
+
+    require_mlx()
+    from qrun.inspect import inspect as look
+
+    found = look(model, length=context)
+    if as_json:
+        _print_json(found.as_json())
+    else:
+        click.echo(_report_text(found))
+    sys.stdout.flush()
+    sys.exit(found.exit_code)
+
+
 def main() -> None:
     """Run a command; turn every outcome into an exit code and at most two lines."""
     debug, stdout = "--debug" in sys.argv[1:], sys.stdout
@@ -425,6 +451,43 @@ def _print_stats(model: LoadedModel, result: Generation) -> None:
         f"peak      {peak / 1e6:8.0f} MB",
     ]
     click.echo("\n".join(lines), err=True)
+
+
+def _report_text(found: Report) -> str:
+    """`qrun inspect`, for people."""
+
+    def size(n: float) -> str:
+        return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
+
+    lines = [f"folder        {found.folder}", f"architecture  {found.architecture or 'unknown'}"]
+    if found.parameters:
+        lines.append(
+            f"parameters    {found.parameters / 1e6:.1f} M in {size(found.weight_bytes)}, "
+            f"{found.bits:.2f} bits each; a step reads {size(found.step_bytes)}"
+        )
+        for kind in found.kinds:
+            formats = ", ".join(
+                f"{name} ({n})" if len(kind.formats) > 1 else name
+                for name, n in kind.formats.items()
+            )
+            lines.append(
+                f"  {kind.name:20} {kind.count:5} x {kind.parameters / 1e6:9.2f} M  "
+                f"{kind.bits:6.2f} bits  {formats}".rstrip()
+            )
+        total = size(found.weight_bytes + found.cache_bytes)
+        lines.append(
+            f"memory        {total} for {found.length} positions: weights, and "
+            f"{size(found.cache_bytes)} of {found.dtype} cache"
+        )
+    if found.context:
+        lines.append(f"context       {found.context}")
+    lines.append(f"stop tokens   {', '.join(map(str, found.stop_tokens)) or 'none'}")
+    lines.append(f"template      {found.template}")
+    lines += [f"note          {note}" for note in found.notes]
+    for problem in found.problems:
+        lines += [f"problem       {problem.text}", f"  remedy      {problem.remedy}"]
+    lines.append("It would load." if found.loads else "It would not load.")
+    return "\n".join(lines)
 
 
 def _progress_bar() -> Callable[[str, int, int], None]:

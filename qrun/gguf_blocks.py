@@ -98,9 +98,14 @@ def dequantize(kind: str, raw: Bytes) -> Floats:
         return (grouped * scales[..., None] + biases[..., None]).reshape(n, -1)
     if kind == "Q6_K":
         return _dequantize_q6_k(raw.reshape(-1, 210)).reshape(n, -1)
-    quants = _gguf_package(kind)
-    enum = importlib.import_module("gguf.constants").GGMLQuantizationType[kind]
-    return quants.dequantize(np.ascontiguousarray(raw), enum).reshape(n, -1)
+    quants, types = _gguf_package(kind)
+    return quants.dequantize(np.ascontiguousarray(raw), types[kind]).reshape(n, -1)
+
+
+def require_reader(kind: str) -> None:
+    """Raise now, and not halfway, if a type cannot be dequantized here."""
+    if kind not in ("F32", "F16", "BF16", "Q6_K", *AFFINE_BITS):
+        _gguf_package(kind)
 
 
 def _dequantize_q6_k(blocks: Bytes) -> Floats:
@@ -113,10 +118,11 @@ def _dequantize_q6_k(blocks: Bytes) -> Floats:
     return (q * scales[..., None]).reshape(-1, 256)
 
 
-def _gguf_package(kind: str) -> Any:
-    """PyPI's gguf, which knows the rarer types; wanted only when a file holds one of them."""
+def _gguf_package(kind: str) -> tuple[Any, Any]:
+    """PyPI's gguf, which knows the rarer types, and its names of them; loaded only if needed."""
     try:
-        return importlib.import_module("gguf.quants")
+        quants = importlib.import_module("gguf.quants")
+        return quants, importlib.import_module("gguf.constants").GGMLQuantizationType
     except ImportError:
         raise QrunError(
             f"tensors of GGUF type {kind} need the package gguf",

@@ -10,12 +10,15 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from qrun import _ext
-from qrun.ops._launch import Norm, Step
+from qrun.ops import _mlx
+from qrun.ops._launch import Arrays, Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_host
+from qrun.quantization import Quantization
 
 NAME = "cpu"
 QMV_ROWS = 8
+MODES = ("affine",)  # with kernels; a matrix in another takes MLX's product
 
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
@@ -24,20 +27,36 @@ sample = on_host
 
 
 def traced(step: Step) -> Step:
-    """The graph of the first call, as one primitive (kernels/common/program.cpp)."""
-    program: _ext.Program | None = None
+    """The graph of the first call as one primitive, where all its ops are ours.
 
-    def run(inputs: list[mx.array]) -> list[mx.array]:
-        nonlocal program
-        if program is None:
-            program = _ext.Program(inputs, step(inputs))
-        return program(inputs)
+    State is written in place, so the program keeps the arrays of the first call
+    (kernels/common/program.cpp).
+    """
+    program: _ext.Program | None = None
+    bound: Arrays = []
+
+    def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        nonlocal program, bound
+        if program is None or any(a is not b for a, b in zip(state, bound, strict=True)):
+            mx.eval(state)  # what is still to be computed must not become part of the program
+            outputs, after = step(inputs, state)
+            try:
+                program, bound = _ext.Program(inputs, outputs), state
+            except ValueError:
+                return outputs, after
+        return program(inputs), bound
 
     return run
 
 
+def has_kernel(spec: Quantization) -> bool:
+    return spec.mode in MODES
+
+
 def pack(m: QuantizedMatrix) -> mx.array | None:
     """The stream of uint8 bytes; m's own arrays are no longer needed then."""
+    if not has_kernel(m.spec):
+        return None
     assert m.w is not None
     assert m.scales is not None
     return _ext.pack(m.w, m.scales, m.biases, m.spec.bits, m.spec.group_size, m.spec.mode)
@@ -79,6 +98,10 @@ def _product(
     activation: str | None,
     scale: float,
 ) -> mx.array:
+    if not has_kernel(m.spec):
+        return _mlx.qmv(
+            x, m, norm=norm, bias=bias, residual=residual, activation=activation, scale=scale
+        )
     return kernel(
         x,
         _stream(m),
@@ -105,6 +128,8 @@ def _stream(m: QuantizedMatrix) -> mx.array:
 
 
 def embedding(ids: mx.array, m: QuantizedMatrix, *, dtype: mx.Dtype, scale: float) -> mx.array:
+    if not has_kernel(m.spec):
+        return _mlx.embedding(ids, m, dtype=dtype, scale=scale)
     return _ext.embedding(
         ids,
         _stream(m),

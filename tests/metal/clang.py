@@ -1,8 +1,8 @@
 """Clang as a Metal front end: where it is, with which flags, and a cache of what it made.
 
 C++ for OpenCL has Metal's address spaces in its type system, no double, no standard library, no
-exceptions: one compile checks those rules and gives code for this machine. Any clang from 19 on will
-do; Debian's `clang-19` and the one inside PyPI's `ziglang` are tested.
+exceptions: one compile checks those rules and gives code for this machine. Any clang from 19 on
+will do; Debian's `clang-19` and the one inside PyPI's `ziglang` (clang 22) are tested.
 """
 
 from __future__ import annotations
@@ -108,6 +108,15 @@ def _run(command: list[str], what: str) -> str:
     return done.stderr
 
 
+def _host(what: str) -> list[str]:
+    """The driver that knows this machine's C library: "c++" compiles the runtime, "cc" links.
+
+    `zig clang` is bare; `zig cc` and `zig c++` bring a C library of their own.
+    """
+    clang = find_clang()
+    return [*clang[:-1], what] if "ziglang" in clang else clang
+
+
 @functools.cache
 def _runtime_objects() -> list[Path]:
     folder = cache_folder() / ("runtime-" + _fingerprint()[:20])
@@ -118,17 +127,12 @@ def _runtime_objects() -> list[Path]:
             flags = ["-x", "c++", "-std=c++20", "-O2", "-fPIC", "-mf16c", "-fno-exceptions"]
             flags += ["-fno-rtti", "-fno-stack-protector", "-fvisibility=hidden"]
             target = work / (source.stem + ".o")
-            _run([*find_clang(), *flags, "-c", str(source), "-o", str(target)], source.name)
+            _run([*_host("c++"), *flags, "-c", str(source), "-o", str(target)], source.name)
         try:
             work.rename(folder)
         except OSError:  # another process was quicker
             shutil.rmtree(work)
     return [folder / (s.stem + ".o") for s in sources]
-
-
-def _linker() -> list[str]:
-    clang = find_clang()
-    return [*clang[:-1], "cc"] if "ziglang" in clang else clang
 
 
 def build(source: str) -> Path:
@@ -144,6 +148,6 @@ def build(source: str) -> Path:
         _run([*find_clang(), *flags, "-c", str(text), "-o", str(obj)], "clang refuses")
         objects = [str(o) for o in _runtime_objects()]
         link = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", str(obj), *objects, "-o", str(out)]
-        _run([*_linker(), *link, "-lm", "-lc"], "link")
+        _run([*_host("cc"), *link, "-lm", "-lc"], "link")
         out.rename(target)
     return target

@@ -22,6 +22,7 @@ from tests.metal import arrays, clang, inlining, rewrite
 from tests.metal import signature as sig
 from tests.metal.lines import LineTable
 from tests.metal.lint import lint
+from tests.metal.registers import Registers, measure
 from tests.metal.report import Finding, MetalError, RawFinding, explain
 
 WRITABLE, INITIALISED = 1, 2
@@ -69,6 +70,7 @@ class _RawBuffer(ctypes.Structure):
 class BufferCount:
     """Traffic of one buffer. `reads` and `writes`: width in bytes -> number of accesses."""
 
+    kind: str  # "input", "output", "threadgroup", or "shape", "strides", "ndim"
     bytes: int
     reads: dict[int, int]
     writes: dict[int, int]
@@ -79,6 +81,10 @@ class BufferCount:
     @property
     def read_bytes(self) -> int:
         return sum(w * n for w, n in self.reads.items())
+
+    @property
+    def narrowest_read(self) -> int:
+        return min(self.reads, default=0)
 
     @property
     def written_bytes(self) -> int:
@@ -100,7 +106,18 @@ class Counters:
 
     @property
     def multiplies_per_load(self) -> float:
+        """Of simdgroup_load; fragments filled through thread_elements are no loads."""
         return self.multiplies / self.fragment_loads if self.fragment_loads else 0.0
+
+    @property
+    def threadgroup_bytes_per_multiply(self) -> float:
+        """Bytes read from threadgroup memory for each 8x8x8 product, however they were read."""
+        read = sum(b.read_bytes for b in self.buffers.values() if b.kind == "threadgroup")
+        return read / self.multiplies if self.multiplies else 0.0
+
+    @property
+    def barriers_per_threadgroup(self) -> float:
+        return self.barriers / self.threadgroups
 
 
 @dataclass
@@ -161,7 +178,7 @@ class Compiled:
         named = {i: (n, sizes[i]) for i, n in enumerate(self._all_names(names))}
         return [explain(raw[i], self.lines, named) for i in range(count.value)]
 
-    def counters(self, names: list[str]) -> Counters:
+    def counters(self, names: list[str], kinds: list[str]) -> Counters:
         found: dict[str, BufferCount] = {}
         widths = (1, 2, 4, 8, 16)
         raws = self._raw_buffers()
@@ -171,6 +188,7 @@ class Compiled:
             if raw.reads:
                 self.lib.em_read_range(i, ctypes.byref(least), ctypes.byref(most))
             found[name] = BufferCount(
+                kind=kinds[i] if i < len(kinds) else "threadgroup",
                 bytes=raw.size,
                 reads={w: n for w, n in zip(widths, raw.by_width[:5], strict=True) if n},
                 writes={w: n for w, n in zip(widths, raw.by_width[5:], strict=True) if n},
@@ -202,10 +220,11 @@ def lint_source(header: str, body: str) -> None:
         raise clang.CompileError("the lint refuses:\n" + "\n".join(found))
 
 
-@functools.lru_cache(maxsize=256)
-def compile_source(
-    header: str, signature: str, body: str, entry: str, constants: tuple[tuple[int, Any], ...] = ()
-) -> Compiled:
+def whole_text(
+    parts: tuple[str, str, str, str], constants: tuple[tuple[int, Any], ...] = ()
+) -> tuple[str, list[str]]:
+    """(header, signature, body, entry) -> (what clang compiles, names of threadgroup arrays)."""
+    header, signature, body, entry = parts
     rewriter = rewrite.Rewriter(constants=dict(constants))
     header = rewriter(header)
     body = rewriter(body)
@@ -213,11 +232,19 @@ def compile_source(
         f'#line 1 "prelude"\n{sig.PRELUDE}\n#line 1 "header"\n{header}\n'
         f'#line 1 "signature"\n{signature}\n#line 1 "body"\n{body}\n}}\n#line 1 "entry"\n{entry}'
     )
-    return Compiled(clang.build(text), rewriter.arrays)
+    return text, rewriter.arrays
+
+
+@functools.lru_cache(maxsize=256)
+def compile_parts(
+    parts: tuple[str, str, str, str], constants: tuple[tuple[int, Any], ...]
+) -> Compiled:
+    text, array_names = whole_text(parts, constants)
+    return Compiled(clang.build(text), array_names)
 
 
 @dataclass
-class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
+class metal_kernel:  # it stands in for mx.fast.metal_kernel
     name: str
     input_names: list[str]
     output_names: list[str]
@@ -251,21 +278,12 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         self._check_call(inputs, output_shapes, output_dtypes, grid, threadgroup)
         bits = [arrays.bits_of(x) for x in inputs]
         dtypes = [arrays.dtype_name(d) for d in output_dtypes]
-        params = sig.parameters(
-            self.source,
-            [(n, d, b.shape) for n, (b, d) in zip(self.input_names, bits, strict=True)],
-            list(zip(self.output_names, dtypes, strict=True)),
-            self.atomic_outputs,
-        )
-        function = sig.function_name(self.name, template)
-        signature = sig.signature(function, self.source, params, template)
+        params, parts = self._text(bits, dtypes, template)
         if verbose:
-            print(f"{self.header}{signature}{self.source}\n}}")
-        entry = sig.entry(function, self.source, params, template)
-        constants = tuple(self.function_constants.items())
+            print(f"{parts[0]}{parts[1]}{parts[2]}\n}}")
         if settings.lint if self.lint is None else self.lint:
             lint_source(self.header, self.source)
-        compiled = compile_source(self.header, signature, self.source, entry, constants)
+        compiled = compile_parts(parts, tuple(self.function_constants.items()))
 
         results = [
             arrays.empty_bits(tuple(s), d) for s, d in zip(output_shapes, dtypes, strict=True)
@@ -282,7 +300,41 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         assert self.last is not None
         return Outputs(values, self.last)
 
-    def _check_call(self, inputs, output_shapes, output_dtypes, grid, threadgroup) -> None:  # noqa: ANN001
+    def registers(
+        self,
+        *,
+        inputs: list[Any],
+        output_dtypes: list[Any],
+        threadgroup: tuple[int, int, int],
+        template: list[tuple[str, Any]] | None = None,
+        **_: Any,
+    ) -> Registers:
+        """For the same arguments as a call: registers on another GPU, to rank designs by."""
+        bits = [arrays.bits_of(x) for x in inputs]
+        dtypes = [arrays.dtype_name(d) for d in output_dtypes]
+        threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
+        _, parts = self._text(bits, dtypes, template or [], threads)
+        return measure(whole_text(parts, tuple(self.function_constants.items()))[0])
+
+    def _text(
+        self,
+        bits: list[tuple[np.ndarray, str]],
+        dtypes: list[str],
+        template: list[tuple[str, Any]],
+        amd_threads: int = 0,
+    ) -> tuple[list[sig.Parameter], tuple[str, str, str, str]]:
+        params = sig.parameters(
+            self.source,
+            [(n, d, b.shape) for n, (b, d) in zip(self.input_names, bits, strict=True)],
+            list(zip(self.output_names, dtypes, strict=True)),
+            self.atomic_outputs,
+        )
+        function = sig.function_name(self.name, template)
+        signature = sig.signature(function, self.source, params, template)
+        entry = sig.entry(function, self.source, params, template, amd_threads)
+        return params, (self.header, signature, self.source, entry)
+
+    def _check_call(self, inputs, output_shapes, output_dtypes, grid, threadgroup) -> None:
         for what, got, names in (
             ("inputs", inputs, self.input_names),
             ("output_shapes", output_shapes, self.output_names),
@@ -295,7 +347,7 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         if (n := threadgroup[0] * threadgroup[1] * threadgroup[2]) > 1024:
             raise ValueError(f"{self.name}: {n} threads in a threadgroup; Metal has 1024 at most")
 
-    def _run(self, compiled, params, bits, results, grid, threadgroup, initialised) -> None:  # noqa: ANN001
+    def _run(self, compiled, params, bits, results, grid, threadgroup, initialised) -> None:
         lib = compiled.lib
         lib.em_reset()
         args = (ctypes.c_uint64 * (len(params) + 1))()
@@ -305,9 +357,10 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         for p in params:
             if p.source == "input":
                 array = next(inputs)[0]
-                data = np.ascontiguousarray(array) if self.ensure_row_contiguous else array
+                if self.ensure_row_contiguous and not array.flags.c_contiguous:
+                    array = np.ascontiguousarray(array)
                 flags = WRITABLE | INITIALISED if p.name in self.in_place else 0
-                memory.append((_span(data), flags, True))
+                memory.append((_span(array), flags, True))
             elif p.source == "output":
                 flags = WRITABLE | (INITIALISED if initialised else 0)
                 memory.append((next(outputs), flags, initialised))
@@ -334,7 +387,8 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
                 text = f"{missing // each} of {data.size} elements of {names[i]} were never written"
                 text += f", the first at {first.value // each}"
                 report.append(Finding("unwritten output", "?", text, names[i], first.value))
-        self.last = Launch(self.name, grid, threadgroup, report, compiled.counters(names))
+        counters = compiled.counters(names, [p.source for p in params])
+        self.last = Launch(self.name, grid, threadgroup, report, counters)
         if settings.launches is not None:
             settings.launches.append(self.last)
         if report and (settings.check if self.check is None else self.check):

@@ -117,15 +117,20 @@ FAULTS = [
     Fault(
         "a sum without atomics",
         "race",
-        IDS + "threadgroup float t; if (l == 0) t = 0;\n" + BARRIER + "t += x[i]; //!\n"
-        + BARRIER + "out[i] = t;",
+        IDS
+        + "threadgroup float t; if (l == 0) t = 0;\n"
+        + BARRIER
+        + "t += x[i]; //!\n"
+        + BARRIER
+        + "out[i] = t;",
         right=True,
     ),
     Fault(
         "an atomic sum, read plainly too early",
         "race",
         IDS + "threadgroup atomic_uint t; if (l == 0) atomic_store_explicit(&t, 0u, "
-        "memory_order_relaxed);\n" + BARRIER
+        "memory_order_relaxed);\n"
+        + BARRIER
         + "atomic_fetch_add_explicit(&t, 1u, memory_order_relaxed); //!\n"
         "out[i] = *(threadgroup uint*)&t + x[i]; //!",
     ),
@@ -168,7 +173,9 @@ FAULTS = [
     Fault(
         "the tile's edge is not filled with zeros",
         "uninitialised read",
-        IDS + "threadgroup float t[64]; if (l < 60) t[l] = x[i];\n" + BARRIER
+        IDS
+        + "threadgroup float t[64]; if (l < 60) t[l] = x[i];\n"
+        + BARRIER
         + "out[i] = t[63 - l]; //!",
     ),
     Fault(
@@ -198,12 +205,16 @@ FAULTS = [
         IDS + "float v = x[i * 8]; //!\nout[i] = v * (i * 8 < 256 ? 1.0f : 0.0f);",
         right=True,
     ),
-    Fault("writes behind the output", "out of bounds", IDS + "out[i + 1] = x[i]; //!", buffer="out"),
+    Fault(
+        "writes behind the output", "out of bounds", IDS + "out[i + 1] = x[i]; //!", buffer="out"
+    ),
     Fault(
         "a threadgroup array overrun through a pointer",
         "out of bounds",
-        IDS + "threadgroup float t[64]; threadgroup float* p = t;\np[l + 1] = x[i]; //!\n"
-        + BARRIER + "out[i] = p[l];",
+        IDS
+        + "threadgroup float t[64]; threadgroup float* p = t;\np[l + 1] = x[i]; //!\n"
+        + BARRIER
+        + "out[i] = p[l];",
         buffer="t",
     ),
     Fault(
@@ -237,8 +248,12 @@ FAULTS = [
         right=True,
     ),
     # ---- outputs ----
-    Fault("the last elements are never written", "unwritten output",
-          IDS + "if (i < 60) out[i] = x[i];", buffer="out"),
+    Fault(
+        "the last elements are never written",
+        "unwritten output",
+        IDS + "if (i < 60) out[i] = x[i];",
+        buffer="out",
+    ),
     Fault(
         "writes to an input",
         "write to input",
@@ -262,8 +277,7 @@ FAULTS = [
     Fault(
         "some threads leave before the barrier",
         "divergent",
-        IDS + "out[i] = x[i];\nif (l >= 60) return;\n"
-        "threadgroup_barrier(mem_flags::mem_none); //!",
+        IDS + "out[i] = x[i];\nif (l >= 60) return;\nthreadgroup_barrier(mem_flags::mem_none); //!",
         right=True,
     ),
     Fault(

@@ -1,0 +1,42 @@
+"""The ops as CUDA kernels, for compute capability 8.0 and later."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import mlx.core as mx
+
+from qrun.ops._cuda_product import qmm, qmv
+from qrun.ops._cuda_rows import argmax, embedding, rms_norm, rope, sdpa, swiglu
+from qrun.ops._launch import Step
+from qrun.ops.matrix import QuantizedMatrix
+from qrun.ops.sample import on_device
+
+__all__ = [
+    "NAME",
+    "QMV_ROWS",
+    "argmax",
+    "embedding",
+    "pack",
+    "qmm",
+    "qmv",
+    "rms_norm",
+    "rope",
+    "sample",
+    "sdpa",
+    "swiglu",
+    "traced",
+]
+
+NAME = "cuda"
+QMV_ROWS = 16
+
+sample = on_device
+
+
+def traced(step: Step) -> Step:
+    return cast(Step, mx.compile(step))
+
+
+def pack(m: QuantizedMatrix) -> mx.array | None:
+    return None

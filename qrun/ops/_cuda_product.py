@@ -1,0 +1,251 @@
+"""The products as CUDA kernels. Shapes and meaning: qmv.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from qrun.ops._cuda_launch import (
+    Constant,
+    Shape,
+    ceil_div,
+    launch,
+    literal,
+    matrix,
+    pointer,
+    scheme_of,
+)
+from qrun.ops._cuda_rows import rms_norm
+from qrun.ops._launch import Norm
+from qrun.ops.matrix import QuantizedMatrix
+
+ACTIVATIONS = {None: 0, "swiglu": 1, "geglu": 2}  # enum Activation of common/epilogue.cuh
+SHARED = 227 * 1024  # bytes of shared memory that the blocks of an SM share (sm_90)
+
+
+def _epilogue(
+    bias: mx.array | None, residual: mx.array | None, activation: str | None, scale: float
+) -> tuple[str, dict[str, Constant]]:
+    """The C++ expression of what follows a product, and its constants."""
+    return (
+        f"qrun::Epilogue<T, B, ACTIVATION>{{y, {pointer('bias', bias, 'B')}, "
+        f"{pointer('residual', residual, 'T')}, {literal(scale)}, w_shape[0]}}",
+        {
+            "B": mx.float32 if bias is None else bias.dtype,
+            "ACTIVATION": ACTIVATIONS[activation],
+        },
+    )
+
+
+def _tensor_cores(x: mx.array, m: QuantizedMatrix) -> bool:
+    return x.dtype != mx.float32 and m.spec.mode == "affine" and m.spec.bits == 4
+
+
+def qmv(
+    x: mx.array,
+    m: QuantizedMatrix,
+    *,
+    norm: Norm | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    if not _tensor_cores(x, m):
+        return _plain(x, m, norm, bias, residual, activation, scale)
+    tile = qmv_tile(x.shape[0], m.k, m.spec.group_size)
+    return _qmv(x, m, tile, norm, bias, residual, activation, scale)
+
+
+def _qmv(
+    x: mx.array,
+    m: QuantizedMatrix,
+    tile: QmvTile,
+    norm: Norm | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    rows, group = x.shape[0], m.spec.group_size
+    chunk, shared = tile.chunk(rows, m.k, group)
+    weight, eps = norm or (None, 0.0)
+    epilogue, constants = _epilogue(bias, residual, activation, scale)
+    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "M": rows}
+    constants |= {"WARPS": tile.warps, "AHEAD": tile.ahead}
+    constants["G"] = mx.float32 if weight is None else weight.dtype
+    source = (
+        "qrun::Qmv<T, S, GROUP, M, WARPS, AHEAD>{x, w, scales, biases, w_shape[0], x_shape[1], "
+        f"{chunk}}}.run({pointer('norm', weight, 'G')}, {literal(eps)}, {epilogue});"
+    )
+    columns = m.n if activation is None else m.n // 2
+    return launch(
+        "qmv/qmv.cuh",
+        source,
+        {"x": x, **matrix(m), "norm": weight, "bias": bias, "residual": residual},
+        {"y": ((rows, columns), x.dtype)},
+        constants,
+        (ceil_div(m.n, 16), 1, 1),
+        Shape(32 * tile.warps, tile.blocks, shared),
+    )[0]
+
+
+class QmvTile(NamedTuple):
+    """Warps of a block of qmv.cuh, blocks an SM shall hold, steps that a warp loads together."""
+
+    warps: int
+    blocks: int
+    ahead: int
+
+    def chunk(self, rows: int, k: int, group: int) -> tuple[int, int]:
+        """k of x held in shared memory at a time, and the bytes of shared memory."""
+        columns = 8 * group // 128
+        sums = ceil_div(rows, columns) * columns
+        steps = ceil_div(k, 128)
+
+        def needed(chunk: int) -> int:
+            held = chunk * rows * 2 + chunk // group * sums * 4 + rows * 4
+            return max(held, self.warps * rows * 16 * 4)
+
+        limit, parts = SHARED // self.blocks - 2048, 1
+        while needed(ceil_div(steps, parts) * 128) > limit:
+            parts += 1
+        chunk = ceil_div(steps, parts) * 128
+        return chunk, needed(chunk)
+
+
+def qmv_tile(rows: int, k: int, group: int) -> QmvTile:
+    """Each pass over the columns of an mma costs twelve registers a lane (qmv.cuh)."""
+    passes, steps = ceil_div(rows, 8 * group // 128), ceil_div(k, 128)
+    warps, blocks = (16, 2) if passes == 1 else (8, 2) if passes <= 4 else (8, 1)
+    while warps > 4 and warps // 2 >= steps:
+        warps, blocks = warps // 2, blocks * 2
+    return QmvTile(warps, blocks, 2)
+
+
+def _plain(
+    x: mx.array,
+    m: QuantizedMatrix,
+    norm: Norm | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    """Any format, any x, any number of rows; no tensor cores."""
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    rows, columns = x.shape[0], m.n if activation is None else m.n // 2
+    tile = 1 if rows == 1 else 4
+    scheme, constants = scheme_of(m, "x_shape[1]")
+    epilogue, more = _epilogue(bias, residual, activation, scale)
+    return launch(
+        "qmv/qmv_plain.cuh",
+        f"qrun::qmv_plain<TM>(x, {scheme}, {epilogue}, x_shape[0], w_shape[0], x_shape[1]);",
+        {"x": x, **matrix(m), "bias": bias, "residual": residual},
+        {"y": ((rows, columns), x.dtype)},
+        {"T": x.dtype, "TM": tile, **constants, **more},
+        (ceil_div(m.n, 8), ceil_div(rows, tile), 1),
+        Shape(128),
+    )[0]
+
+
+class MmaTile(NamedTuple):
+    """Warps of a block of qmm_mma.cuh over n, m and k, each with 32 rows of w and tm rows of x."""
+
+    tm: int
+    wn: int
+    wm: int
+    wk: int
+
+    @property
+    def bm(self) -> int:
+        return self.tm * self.wm
+
+    @property
+    def bn(self) -> int:
+        return 32 * self.wn
+
+    def stages(self, group: int) -> tuple[int, int]:
+        """How many fit (four at most), and the bytes of shared memory."""
+        units = 64 // min(group, 64)
+        stage = self.wk * (self.bm * 128 + self.bn * 32 + units * self.bm * 4)
+        count = min(4, SHARED // stage)
+        # The sums at the end take the stages' place.
+        return count, max(count * stage, self.wk * self.bm * (self.bn + 4) * 4)
+
+
+def mma_tile(rows: int, n: int, group: int) -> MmaTile:
+    """Few rows: narrow tiles, many blocks, warps that split K. Many: the widest tile.
+
+    Groups of 32 need twice the factors in registers, so a warp takes half the rows of x.
+    """
+    widest = 32 if group == 32 else 64
+    if rows <= 64:
+        wide = n >= 32 * 4 * 132
+        tm = min(widest, 16 if rows <= 16 else 32 if rows <= 32 else 64)
+        wm = 2 if tm < 64 and rows > 32 else 1
+        return MmaTile(tm, 4 if wide else 1, wm, (2 if wide else 8) // wm)
+    return MmaTile(widest, 4, 2, 1)
+
+
+def qmm(
+    x: mx.array,
+    m: QuantizedMatrix,
+    *,
+    norm: Norm | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    if not _tensor_cores(x, m):
+        return _plain(x, m, norm, bias, residual, activation, scale)
+    tile = mma_tile(x.shape[0], m.n, m.spec.group_size)
+    prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
+    return _qmm_mma(prepared, sums, m, tile, bias, residual, activation, scale)
+
+
+def _prepare(x: mx.array, norm: Norm | None, group: int, bm: int) -> list[mx.array]:
+    """x normed and permuted, (M, K to a multiple of 64); sums of its units (units, M to one of bm)."""
+    rows, k = x.shape
+    weight, eps = norm or (None, 0.0)
+    pk, unit = ceil_div(k, 64) * 64, min(group, 64)
+    return launch(
+        "qmm/qmm_prepare.cuh",
+        f"qrun::qmm_prepare<U>(x, {pointer('norm', weight, 'G')}, {literal(eps)}, out, sums, "
+        f"x_shape[1], (x_shape[1] + 63) / 64 * 64, (x_shape[0] + {bm - 1}) / {bm} * {bm});",
+        {"x": x, "norm": weight},
+        {"out": ((rows, pk), x.dtype), "sums": ((pk // unit, ceil_div(rows, bm) * bm), mx.float32)},
+        {"T": x.dtype, "U": unit, "G": mx.float32 if weight is None else weight.dtype},
+        (rows, 1, 1),
+        Shape(min(512, ceil_div(pk, 256) * 32)),
+    )
+
+
+def _qmm_mma(
+    x: mx.array,
+    sums: mx.array,
+    m: QuantizedMatrix,
+    tile: MmaTile,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    rows, columns = x.shape[0], m.n if activation is None else m.n // 2
+    epilogue, constants = _epilogue(bias, residual, activation, scale)
+    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": m.spec.group_size}
+    stages, shared = tile.stages(m.spec.group_size)
+    constants |= {"TM": tile.tm, "WN": tile.wn, "WM": tile.wm, "WK": tile.wk, "STAGES": stages}
+    return launch(
+        "qmm/qmm_mma.cuh",
+        "qrun::QmmMma<T, S, GROUP, TM, WN, WM, WK, STAGES>{x, sums, w, scales, biases, x_shape[0], "
+        f"w_shape[0], w_shape[1] * 8, x_shape[1], sums_shape[1]}}.run({epilogue});",
+        {"x": x, "sums": sums, **matrix(m), "bias": bias, "residual": residual},
+        {"y": ((rows, columns), x.dtype)},
+        constants,
+        (ceil_div(m.n, tile.bn), ceil_div(rows, tile.bm), 1),
+        Shape(32 * tile.wn * tile.wm * tile.wk, 1, shared),
+    )[0]

@@ -1,0 +1,201 @@
+"""The ops on rows, the rotation and attention as CUDA kernels. Shapes and meaning: the op files."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from qrun.ops._cuda_launch import (
+    Constant,
+    Shape,
+    ceil_div,
+    launch,
+    literal,
+    matrix,
+    pointer,
+    scheme_of,
+)
+from qrun.ops.matrix import QuantizedMatrix
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    rows, k = x.shape
+    vec = 8 if k % 8 == 0 else 1
+    threads = min(1024, ceil_div(ceil_div(k, vec), 32) * 32)
+    return launch(
+        "rms_norm/rms_norm.cuh",
+        f"qrun::rms_norm<VEC>(x, weight, y, {literal(eps)}, x_shape[1]);",
+        {"x": x, "weight": weight},
+        {"y": (x.shape, x.dtype)},
+        {"VEC": vec},
+        (rows, 1, 1),
+        Shape(threads),
+    )[0]
+
+
+def swiglu(gate_up: mx.array) -> mx.array:
+    rows, columns = gate_up.shape
+    count = rows * columns // 2
+    return launch(
+        "swiglu/swiglu.cuh",
+        "qrun::swiglu(gate_up, y, gate_up_shape[0] * (gate_up_shape[1] / 2LL));",
+        {"gate_up": gate_up},
+        {"y": ((rows, columns // 2), gate_up.dtype)},
+        {},
+        (ceil_div(count, 256), 1, 1),
+        Shape(256),
+    )[0]
+
+
+def argmax(logits: mx.array) -> mx.array:
+    rows, v = logits.shape
+    return launch(
+        "argmax/argmax.cuh",
+        "qrun::argmax(logits, out, logits_shape[1]);",
+        {"logits": logits},
+        {"out": ((rows,), mx.int32)},
+        {},
+        (rows, 1, 1),
+        Shape(min(1024, ceil_div(v, 32) * 32)),
+    )[0]
+
+
+def embedding(ids: mx.array, m: QuantizedMatrix, *, dtype: mx.Dtype, scale: float) -> mx.array:
+    scheme, constants = scheme_of(m, str(m.k))
+    return launch(
+        "embedding/embedding.cuh",
+        f"qrun::embedding(ids, {scheme}, y, {literal(scale)}, w_shape[0], {m.k});",
+        {"ids": ids, **matrix(m)},
+        {"y": ((ids.size, m.k), dtype)},
+        constants,
+        (ceil_div(m.k, 8 * 64), ids.size, 1),
+        Shape(64),
+    )[0]
+
+
+def rope(
+    qkv: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    offset: mx.array,
+    table: mx.array,
+    *,
+    heads: int,
+    q_norm: mx.array | None,
+    k_norm: mx.array | None,
+    eps: float,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The caches are written in place: they must be contiguous, as `Cache` makes them.
+
+    MLX runs kernels of one evaluation in any order that their inputs and outputs allow, and a
+    write into an input does not count. q does: what reads the caches for these tokens takes q too.
+    Between two calls that append to the same cache the first one's results must be evaluated.
+    """
+    batch, kv_heads, _, d = k_cache.shape
+    length = qkv.shape[0] // batch
+    constants: dict[str, Constant] = {"T": qkv.dtype, "C": k_cache.dtype}
+    constants["QN"] = mx.float32 if q_norm is None else q_norm.dtype
+    constants["KN"] = mx.float32 if k_norm is None else k_norm.dtype
+    source = (
+        f"qrun::Rope<T, C, QN, KN>{{qkv, offset, table, {pointer('q_norm', q_norm, 'QN')}, "
+        f"{pointer('k_norm', k_norm, 'KN')}, {literal(eps)}, q, const_cast<C*>(k_cache), "
+        f"const_cast<C*>(v_cache), {heads}, {kv_heads}, qkv_shape[0] / {batch}, {d}, {table.shape[1]}, "
+        "k_cache_shape[2]}.run();"
+    )
+    arrays = {"qkv": qkv, "k_cache": k_cache, "v_cache": v_cache, "offset": offset, "table": table}
+    q = launch(
+        "rope/rope.cuh",
+        source,
+        {**arrays, "q_norm": q_norm, "k_norm": k_norm},
+        {"q": ((batch, heads, length, d), qkv.dtype)},
+        constants,
+        (ceil_div(heads + 2 * kv_heads, 4), batch * length, 1),
+        Shape(128),
+    )[0]
+    k_cache, v_cache = mx.depends([k_cache, v_cache], [q])
+    return q, k_cache, v_cache
+
+
+def sdpa(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    offset: mx.array,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> mx.array:
+    arrays: dict[str, mx.array | None] = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "offset": offset,
+    }
+    sizes = f"{literal(scale)}, {literal(softcap)}, {window}, q_shape[1], k_cache_shape[1], "
+    sizes += "q_shape[2], k_cache_shape[2]"
+    d, same = q.shape[3], q.dtype == k_cache.dtype == v_cache.dtype != mx.float32
+    if q.shape[2] > 8 and same and d % 16 == 0 and d <= 256:
+        return _sdpa_prefill(arrays, q, sizes)
+    return _sdpa_decode(arrays, q, k_cache, sizes)
+
+
+def _sdpa_prefill(arrays: dict[str, mx.array | None], q: mx.array, sizes: str) -> mx.array:
+    batch, heads, length, d = q.shape
+    keys = 64 if d <= 128 else 32
+    return launch(
+        "sdpa/sdpa_prefill.cuh",
+        f"qrun::SdpaPrefill<T, D, BK>{{q, k_cache, v_cache, offset, y, {sizes}}}.run();",
+        arrays,
+        {"y": ((batch * length, heads * d), q.dtype)},
+        {"T": q.dtype, "D": d, "BK": keys},
+        (ceil_div(length, 64), heads, batch),
+        Shape(128, 1, 2 * 2 * keys * (d + 8) * 2),
+    )[0]
+
+
+def _sdpa_decode(
+    arrays: dict[str, mx.array | None], q: mx.array, k_cache: mx.array, sizes: str
+) -> mx.array:
+    batch, heads, length, d = q.shape
+    kv_heads, capacity = k_cache.shape[1:3]
+    alike = heads // kv_heads * length  # queries that share a key
+    rows, warps = min(alike, 4 if d <= 128 else 2 if d <= 256 else 1), 4
+    vec = next(v for v in (8, 4, 2, 1) if d % v == 0)
+    blocks = batch * kv_heads * ceil_div(alike, rows)
+    # Enough blocks for every SM twice, but at least 64 keys in each.
+    splits = max(1, min(32, ceil_div(264, blocks), capacity // 64))
+    y: tuple[tuple[int, ...], mx.Dtype] = ((batch * length, heads * d), q.dtype)
+    one = {"y": y}
+    parts = {
+        "values": ((batch * heads * length, splits, d), mx.float32),
+        "stats": ((batch * heads * length, splits, 2), mx.float32),
+    }
+    out = launch(
+        "sdpa/sdpa_decode.cuh",
+        f"qrun::SdpaDecode<T, C, D, VEC, ROWS, WARPS>{{q, k_cache, v_cache, offset, {sizes}, {splits}}}"
+        f".run({'y, nullptr, nullptr' if splits == 1 else 'nullptr, values, stats'});",
+        arrays,
+        one if splits == 1 else parts,
+        {
+            "T": q.dtype,
+            "C": k_cache.dtype,
+            "D": d,
+            "VEC": vec,
+            "ROWS": rows,
+            "WARPS": warps,
+        },
+        (splits, batch * kv_heads, ceil_div(alike, rows)),
+        Shape(32 * warps, 1, warps * rows * (d + 2) * 4),
+    )
+    if splits == 1:
+        return out[0]
+    return launch(
+        "sdpa/sdpa_decode.cuh",
+        f"qrun::sdpa_merge<D>(values, stats, y, values_shape[1], {heads}, "
+        f"values_shape[0] / {batch * heads});",
+        {"values": out[0], "stats": out[1]},
+        one,
+        {"D": d},
+        (batch * heads * length, 1, 1),
+        Shape(ceil_div(d, 32) * 32),
+    )[0]
