@@ -71,7 +71,9 @@ def test_logits_agree_with_float64(
     cache.advance(head)
     rows = [model.model.logits(hidden)]
     step = decode_step(model, cache)
-    rows += [step(mx.array([token], mx.int32)) for token in ids[head:]]
+    for token in ids[head:]:
+        rows.append(step(mx.array([token], mx.int32)))
+        mx.eval(rows[-1])
     got, want = np.array(mx.concatenate(rows)).astype(np.float64), exact[:length]
     assert got.shape == want.shape
     assert np.abs(got - want).max() <= 1e-4 * np.abs(want).max()
