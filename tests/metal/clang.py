@@ -29,12 +29,14 @@ METAL_FLAGS = [
     # 16-bit sums must round to 16 bits at every step, as on the GPU.
     *["-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"],
     *["-ffp-contract=off", "-fno-math-errno"],
+    "-ftrivial-auto-var-init=pattern",  # what a thread forgot to set is NaN
     # Metal refuses, or means something else by, what these warn of.
     *["-Werror=uninitialized", "-Werror=sometimes-uninitialized", "-Werror=return-type"],
     *["-Wno-unknown-attributes", "-Wno-ignored-attributes", "-Wno-unused-value"],
     *["-Wno-unused-command-line-argument", "-Wno-psabi"],
 ]
 X86_FLAGS = [
+    "-fno-finite-loops",  # an endless loop is a finding, no licence to drop it
     *["-O1", "-fPIC", "-mf16c", "-mavx2", "-fno-omit-frame-pointer", "-fvisibility=hidden"],
     # Every load and store calls the runtime, as the source has it: no merging, no memcpy idioms.
     *["-fsanitize=thread", "-fno-vectorize", "-fno-slp-vectorize"],

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.metal import MetalError, metal_kernel
+from tests.metal import MetalError, metal_kernel, settings
 
 F32 = np.float32
 HEADER = "#include <metal_simdgroup>\n#include <metal_simdgroup_matrix>\n"
@@ -341,6 +341,11 @@ FAULTS = [
     ),
     # ---- limits ----
     Fault(
+        "a loop that never ends",
+        "endless",
+        IDS + "uint k = uint(x[i]);\nwhile (k != 1000) k = (k + 2) % 512; //!\nout[i] = k;",
+    ),
+    Fault(
         "more than 32 KiB of threadgroup memory",
         "threadgroup memory",
         IDS + "threadgroup float a[4096];\nthreadgroup float b[4097]; //!\n"
@@ -385,7 +390,7 @@ def marked(fault: Fault) -> set[str]:
 @pytest.mark.parametrize("order", ["forward", "backward", "random"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
 def test_a_seeded_fault_is_caught(fault: Fault, order: str) -> None:
-    with pytest.raises(MetalError) as caught:
+    with settings.use(seconds=1), pytest.raises(MetalError) as caught:
         launch(fault, order=order, seed=1)
     report = caught.value.report
     found = [f for f in report if f.kind == fault.kind]

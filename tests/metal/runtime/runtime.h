@@ -38,6 +38,7 @@ enum Kind : u32 {  // what is wrong; the order is mirrored by report.py
   kDivideByZero,
   kInactiveLane,
   kArrayIndex,
+  kEndless,
 };
 
 struct Finding {
@@ -128,6 +129,10 @@ struct Machine {
 extern Machine m;
 extern Buffer buffers[kMaxBuffers];
 extern u32 buffer_count;
+
+// watchdog.cpp
+void watch(u32 seconds);
+void unwatch();
 
 // scheduler.cpp
 bool same_place(const Place& a, const Place& b);

@@ -299,7 +299,7 @@ static void report_stuck() {  // nobody can run, not everybody is done: who wait
 }
 
 API int em_launch(void (*entry)(), const u64* args, const u32* grid,
-                  const u32* group_size, u32 order, u64 seed) {
+                  const u32* group_size, u32 order, u64 seed, u32 seconds) {
   m.entry = entry;
   m.args = args;
   m.order = order;
@@ -323,6 +323,7 @@ API int em_launch(void (*entry)(), const u64* args, const u32* grid,
       sequence[i] = sequence[j];
       sequence[j] = t;
     }
+  watch(seconds);
   for (u32 i = 0; i < count && !m.stopped; ++i) {
     new_threadgroup(sequence[i]);
     run_next(&m.scheduler_sp);
@@ -330,6 +331,7 @@ API int em_launch(void (*entry)(), const u64* args, const u32* grid,
     for (u32 t = 0; t < m.threads && !m.stopped; t += kSimdWidth)
       m.stopped = trails_differ(t, t + kSimdWidth < m.threads ? t + kSimdWidth : m.threads);
   }
+  unwatch();
   free(sequence);
   return m.stopped;
 }
