@@ -86,9 +86,10 @@ class Counters:
 class Compiled:
     """A kernel's shared object, with the runtime in it."""
 
-    def __init__(self, path: Path, array_names: list[str]) -> None:
+    def __init__(self, path: Path, array_names: list[str], literal: bool) -> None:
         self.path = path
         self.array_names = array_names
+        self.literal = literal
         self.lib = ctypes.CDLL(str(path))
         self.lib.em_buffer.restype = ctypes.c_void_p
         self.lib.em_buffer.argtypes = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p]
@@ -118,7 +119,7 @@ class Compiled:
         three = ctypes.c_uint32 * 3
         self.lib.em_launch(
             self.lib.em_entry, args, three(*grid), three(*threadgroup), ORDERS[order],
-            ctypes.c_uint64(seed), seconds,
+            ctypes.c_uint64(seed), seconds, self.literal,
         )  # fmt: skip
 
     def findings(self, names: list[str]) -> list[Finding]:
@@ -189,7 +190,7 @@ def whole_text(
 
 @functools.lru_cache(maxsize=256)
 def compile_parts(
-    parts: tuple[str, str, str, str], constants: tuple[tuple[int, Any], ...]
+    parts: tuple[str, str, str, str], constants: tuple[tuple[int, Any], ...], literal: bool
 ) -> Compiled:
     text, array_names = whole_text(parts, constants)
-    return Compiled(clang.build(text), array_names)
+    return Compiled(clang.build(text, literal), array_names, literal)

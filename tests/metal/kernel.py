@@ -33,6 +33,7 @@ class Settings:
     seed: int = 0  # of the random order
     check: bool = True  # raise MetalError when a launch has findings
     lint: bool = True  # refuse what Metal refuses and clang accepts
+    literal: bool = False  # compile at -O0: slower, every access as the source has it
     seconds: int = 60  # of processor time; a launch that takes longer is called endless
     launches: list[Launch] | None = None  # a list here collects every launch
 
@@ -110,7 +111,7 @@ class metal_kernel:  # it stands in for mx.fast.metal_kernel
             print(f"{parts[0]}{parts[1]}{parts[2]}\n}}")
         if settings.lint if self.lint is None else self.lint:
             lint_source(self.header, self.source)
-        compiled = compile_parts(parts, tuple(self.function_constants.items()))
+        compiled = compile_parts(parts, tuple(self.function_constants.items()), settings.literal)
 
         results = [
             arrays.empty_bits(tuple(s), d) for s, d in zip(output_shapes, dtypes, strict=True)

@@ -403,6 +403,21 @@ def test_a_seeded_fault_is_caught(fault: Fault, order: str) -> None:
     assert {f.kind for f in report} <= {fault.kind, "uninitialised read"}, caught.value
 
 
+def test_a_masked_read_that_the_optimizer_removes_is_seen_literally() -> None:
+    body = IDS + "float v = x[i * 8]; //!\nout[i] = i * 8 < 256 ? v : 0;"
+    fault = Fault("masked", "out of bounds", body, right=True)
+    assert not launch(fault).report
+    with settings.use(literal=True), pytest.raises(MetalError) as caught:
+        launch(fault)
+    assert [f.where for f in caught.value.report] == ["body:2"]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
+def test_faults_are_caught_literally_too(fault: Fault) -> None:
+    with settings.use(literal=True):
+        test_a_seeded_fault_is_caught(fault, "random")
+
+
 def test_there_are_many_faults_and_some_give_right_numbers() -> None:
     assert len(FAULTS) >= 40
     assert len({f.name for f in FAULTS}) == len(FAULTS)
