@@ -208,7 +208,7 @@ def qmm(
 
 
 def _prepare(x: mx.array, norm: Norm | None, group: int, bm: int) -> list[mx.array]:
-    """x normed and permuted, (M, K to a multiple of 64); sums of its units (units, M to one of bm)."""
+    """x normed and permuted, (M, K up to 64s); the sums of its units, (units, M up to bms)."""
     rows, k = x.shape
     weight, eps = norm or (None, 0.0)
     pk, unit = ceil_div(k, 64) * 64, min(group, 64)
