@@ -136,12 +136,9 @@ def test_prefill_in_chunks_equals_one_chunk(
 
 
 def test_steps_queued_without_waiting_keep_their_order(
-    request: pytest.FixtureRequest, backend: Any, tiny_folder: Path
+    backend: Any, tiny_folder: Path
 ) -> None:
     """A step must follow the one before it also where nothing but the cache connects the two."""
-    if backend.NAME == "cpu":
-        reason = "a traced step writes the cache unseen by MLX: calls not yet run have no order"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     model = load(tiny_folder, dtype="float32")
     cache = model.new_cache(len(IDS))
     rows = [prefill(model, IDS[:21], cache)]
