@@ -15,7 +15,7 @@ import mlx.core as mx
 from qrun.bench import bench_model
 from qrun.checkpoint import Tensor
 from qrun.config import Config
-from qrun.loader import LoadedModel, model_class
+from qrun.loader import LoadedModel, model_file
 from qrun.report import table
 from qrun.weights import Declared, Weights
 
@@ -93,10 +93,6 @@ class RandomSource:
             size *= dim
         self.tensors[name] = Tensor(Path(name), dtype, dims, 0, size)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.stop - t.start for t in self.tensors.values())
-
     def read(self, name: str) -> mx.array:
         """Codes of all values; scales and biases that keep activations near one."""
         dims = self.tensors[name].shape
@@ -118,13 +114,8 @@ def build(name: str, dtype: mx.Dtype) -> LoadedModel:
     config = Config(values, name)
     source = RandomSource(values)
     weights = Weights(source, Declared(config), dtype)
-    model = model_class(config)(config, weights)
+    model = model_file(values["model_type"], name).Model(config, weights)
     weights.finish(name)
-    embedding = (
-        0
-        if values.get("tie_word_embeddings")
-        else values["vocab_size"] * values["hidden_size"] * 9 // 16
-    )
     tokenizer: Any = SimpleNamespace(size=values["vocab_size"])
     return LoadedModel(
         model=model,
@@ -133,7 +124,7 @@ def build(name: str, dtype: mx.Dtype) -> LoadedModel:
         dtype=dtype,
         context=values["max_position_embeddings"],
         eos=frozenset(),
-        step_bytes=source.nbytes - embedding,
+        step_bytes=weights.step_bytes,
         load_seconds=0.0,
     )
 
