@@ -115,7 +115,7 @@ class LineTable:
             self._sequence(r, end, rows, files, (minimum, base, span, first), lengths)
         return end
 
-    def _sequence(self, r, end, rows, files, shape, lengths) -> None:  # noqa: ANN001
+    def _sequence(self, r, end, rows, files, shape, lengths) -> None:
         minimum, base, span, first = shape
         address, file, line = 0, 1, 1
         while r.at < end:

@@ -1,10 +1,10 @@
 """How many registers a kernel needs, ranked by another GPU's compiler.
 
 Apple's compiler is not here, so no number of registers on Apple is known. But a kernel whose
-accumulators do not fit there does not fit on AMD's gfx11 either: both have 32 lanes a simdgroup, a
-few hundred 32-bit registers a lane, and LLVM in front. So the same text is compiled by clang for
-gfx1100, where collectives become single instructions with the same operands, and the counts are read
-from the assembly. Compare designs by it; do not read it as a forecast.
+accumulators do not fit on AMD's gfx11 will hardly fit there: both have 32 lanes a simdgroup,
+a few hundred 32-bit registers a lane, and LLVM in front. So the same text is compiled by clang for
+gfx1100, where collectives become single instructions with the same operands, and the counts are
+read from the assembly. Compare designs by it; do not read it as a forecast.
 """
 
 from __future__ import annotations

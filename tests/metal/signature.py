@@ -1,8 +1,8 @@
 """The text that `mx.fast.metal_kernel` makes around a body, and the entry that calls it.
 
-The rules are MLX's: inputs of fewer than 8 elements live in `constant` space, scalars (0 dimensions)
-are references; `x_shape`, `x_strides`, `x_ndim` and the thread attributes exist only if the body
-mentions them; template arguments are types, ints and bools.
+The rules are MLX's: inputs of fewer than 8 elements live in `constant` space, scalars (no
+dimensions) are references; `x_shape`, `x_strides`, `x_ndim` and the thread
+attributes exist only if the body mentions them; template arguments are types, ints and bools.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def attributes(body: str) -> list[str]:
     return [name for name in ATTRIBUTES if name in body]
 
 
-def signature(name: str, body: str, params: list[Parameter], template: list[tuple[str, Any]]) -> str:
+def signature(
+    name: str, body: str, params: list[Parameter], template: list[tuple[str, Any]]
+) -> str:
     """`template <...> [[kernel]] void name(...)`, as MLX writes it."""
     text = ""
     if template:

@@ -1,4 +1,4 @@
-"""What the emulator computes: attributes, types, exchange, fragments, atomics, and what it counts."""
+"""What the emulator computes (attributes, types, exchange, fragments, atomics) and counts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def test_attributes_of_a_ragged_grid() -> None:
         body += f" out[o + {3 * i + 2}] = {name}.z;\n"
     body += "out[o + 27] = thread_index_in_threadgroup; out[o + 28] = thread_index_in_simdgroup;\n"
     body += "out[o + 29] = simdgroup_index_in_threadgroup + 100 * simdgroups_per_threadgroup;"
-    out = run(body, [np.zeros(1, np.float32)], (3, 5, 10, 30), np.uint32, grid=grid, threadgroup=group)
+    out = run(
+        body, [np.zeros(1, np.float32)], (3, 5, 10, 30), np.uint32, grid=grid, threadgroup=group
+    )
     got = {n: out[0][..., 3 * i : 3 * i + 3] for i, n in enumerate(three)}
     for z, y, x in np.ndindex(3, 5, 10):
         at = np.array([x, y, z])
@@ -78,25 +80,30 @@ def test_shape_and_strides_of_a_strided_input() -> None:
     a = np.arange(40, dtype=np.float32).reshape(5, 8)[:, ::2]
     body = (
         "uint i = thread_position_in_grid.x;\n"
-        "out[i] = a[i / 4 * a_strides[0] + i % 4 * a_strides[1]] + a_shape[1] * 100 + a_ndim * 1000;"
+        "out[i] = a[i / 4 * a_strides[0] + i % 4 * a_strides[1]] + a_shape[1] * 100\n"
+        "  + a_ndim * 1000;"
     )
     for contiguous in (True, False):
         out = run(body, [a], (20,), grid=(20, 1, 1), ensure_row_contiguous=contiguous)
         assert (out[0] == a.ravel() + 2400).all()
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "uint32", "int64", "float16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int16", "uint32", "int64", "float16", "float32"]
+)
 def test_numpy_types(dtype: str) -> None:
     a = RNG.integers(0, 100, 32).astype(dtype)
     out = run("out[thread_position_in_grid.x] = a[thread_position_in_grid.x];", [a], (32,), dtype)
-    assert out[0].dtype == a.dtype and (out[0] == a).all()
+    assert out[0].dtype == a.dtype
+    assert (out[0] == a).all()
 
 
 def test_mlx_in_mlx_out() -> None:
     a = mx.random.normal((32,)).astype(mx.bfloat16)
     body = "uint i = thread_position_in_grid.x; out[i] = T(a[i]);"
     out = run(body, [a], (32,), mx.bfloat16, template=[("T", mx.bfloat16)])
-    assert isinstance(out[0], mx.array) and out[0].dtype == mx.bfloat16
+    assert isinstance(out[0], mx.array)
+    assert out[0].dtype == mx.bfloat16
     assert mx.array_equal(out[0], a)
 
 
@@ -112,7 +119,10 @@ def test_sixteen_bit_sums_round_at_every_step(kind: str) -> None:
     expected = np.zeros(32, np.float32)
     for k in range(64):
         expected = rounded(expected + rows[:, k].astype(np.float32) * 1).astype(np.float32)
-    body = "uint i = thread_position_in_grid.x; T s = 0;\nfor (int k = 0; k < 64; ++k) s += a[i * 64 + k];\nout[i] = s;"
+    body = (
+        "uint i = thread_position_in_grid.x; T s = 0;\n"
+        "for (int k = 0; k < 64; ++k) s += a[i * 64 + k];\nout[i] = s;"
+    )
     out = run(body, [a], (32,), kind, template=[("T", kind)])
     got = out[0].astype(np.float32) if kind == "float16" else out[0].float32()
     assert (got == expected).all()
@@ -122,9 +132,11 @@ def test_outputs_start_as_nan_or_as_the_init_value() -> None:
     body = "if (a[0] > 5) out[0] = 1;"
     a = np.zeros(8, np.float32)
     out = run(body, [a], (3,), check=False)
-    assert np.isnan(out[0]).all() and out.report[0].kind == "unwritten output"
+    assert np.isnan(out[0]).all()
+    assert out.report[0].kind == "unwritten output"
     out = run(body, [a], (3,), init_value=2.5)
-    assert (out[0] == 2.5).all() and not out.report
+    assert (out[0] == 2.5).all()
+    assert not out.report
 
 
 def test_function_constants_and_in_place_inputs() -> None:
@@ -193,7 +205,9 @@ def test_exchange_between_lanes(order: str) -> None:
 
 def test_a_short_simdgroup_exchanges_among_its_threads() -> None:
     a = np.arange(40, dtype=np.float32)
-    body = "uint i = thread_position_in_grid.x;\nout[i] = simd_sum(a[i]) + simd_shuffle_down(a[i], 1);"
+    body = (
+        "uint i = thread_position_in_grid.x;\nout[i] = simd_sum(a[i]) + simd_shuffle_down(a[i], 1);"
+    )
     out = run(body, [a], (40,), grid=(40, 1, 1), threadgroup=(64, 1, 1))
     down = np.concatenate([a[1:32], a[31:32], a[33:], a[39:]])
     sums = np.where(a < 32, a[:32].sum(), a[32:].sum())
@@ -214,7 +228,8 @@ def test_lane_mapping_of_a_fragment() -> None:
     lane = np.arange(32)
     q = lane // 4
     row, column = (q & 4) + lane // 2 % 4, (q & 2) * 2 + lane % 2 * 2
-    assert (out[:, 0] == row * 8 + column).all() and (out[:, 1] == out[:, 0] + 1).all()
+    assert (out[:, 0] == row * 8 + column).all()
+    assert (out[:, 1] == out[:, 0] + 1).all()
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
@@ -265,8 +280,8 @@ def test_orders_differ_and_seeds_repeat() -> None:
 
     def arrivals(order: str, seed: int = 0) -> list[int]:
         out = run(
-            body, [np.zeros(9, np.float32)], (97,), np.uint32, grid=(96, 1, 1), init_value=0, check=False,
-            order=order, seed=seed,
+            body, [np.zeros(9, np.float32)], (97,), np.uint32, grid=(96, 1, 1), init_value=0,
+            check=False, order=order, seed=seed,
         )  # fmt: skip
         return out[0][1:].tolist()
 
@@ -284,17 +299,22 @@ def test_counters() -> None:
     body = (
         "uint i = thread_position_in_grid.x; threadgroup float t[64];\n"
         "t[i % 64] = a[i];\nthreadgroup_barrier(mem_flags::mem_threadgroup);\n"
-        "float4 v = ((const device float4*)b)[i];\nout[i] = half(t[63 - i % 64] + v.x + v.y + v.z + v.w);"
+        "float4 v = ((const device float4*)b)[i];\n"
+        "out[i] = half(t[63 - i % 64] + v.x + v.y + v.z + v.w);"
     )
     a, b = np.ones(128, np.float32), np.ones(512, np.float32)
     out = run(body, [a, b], (128,), np.float16, grid=(128, 1, 1), threadgroup=(64, 1, 1))
     c = out.counters
-    assert c.buffers["a"].reads == {4: 128} and c.buffers["a"].most_reads == 1
-    assert c.buffers["b"].reads == {16: 128} and c.buffers["b"].narrowest_read == 16
+    assert c.buffers["a"].reads == {4: 128}
+    assert c.buffers["a"].most_reads == 1
+    assert c.buffers["b"].reads == {16: 128}
+    assert c.buffers["b"].narrowest_read == 16
     assert (c.buffers["b"].least_reads, c.buffers["b"].most_reads) == (1, 1)
-    assert c.buffers["out"].writes == {2: 128} and c.buffers["out"].kind == "output"
+    assert c.buffers["out"].writes == {2: 128}
+    assert c.buffers["out"].kind == "output"
     assert c.buffers["t"].reads == c.buffers["t"].writes == {4: 128}
-    assert c.buffers["t"].kind == "threadgroup" and c.threadgroup_bytes == 256
+    assert c.buffers["t"].kind == "threadgroup"
+    assert c.threadgroup_bytes == 256
     assert (c.barriers, c.threadgroups, c.threads) == (2, 2, 128)
     assert c.barriers_per_threadgroup == 1
 
@@ -322,7 +342,13 @@ def test_multiplies_per_fragment_load(tile: int) -> None:
     a = RNG.standard_normal((8 * tile, 32)).astype(np.float32)
     b = RNG.standard_normal((32, 8 * tile)).astype(np.float32)
     template = [("T", tile)]
-    out = run("product<T, T>(a, b, out, 32);", [a, b], (8 * tile, 8 * tile), header=GRID, template=template)
+    out = run(
+        "product<T, T>(a, b, out, 32);",
+        [a, b],
+        (8 * tile, 8 * tile),
+        header=GRID,
+        template=template,
+    )
     assert np.allclose(out[0], a @ b, atol=1e-5)
     assert out.counters.multiplies == tile * tile * 4
     assert out.counters.multiplies_per_load == tile / 2
@@ -342,30 +368,35 @@ def test_registers_rank_accumulator_grids() -> None:
 
 
 def test_findings_name_the_file_that_a_line_directive_gives() -> None:
-    header = '#line 20 "kernels/one.metal"\nfloat f(const device float* x, uint i) {\n  return x[i + 9];\n}\n'
+    header = '#line 20 "kernels/one.metal"\n'
+    header += "float f(const device float* x, uint i) {\n  return x[i + 9];\n}\n"
     out = run("out[thread_position_in_grid.x] = f(a, thread_position_in_grid.x);",
               [np.zeros(32, np.float32)], (32,), header=header, check=False)  # fmt: skip
     assert [f.where for f in out.report] == ["kernels/one.metal:21"]
-    assert out.report[0].kind == "out of bounds" and out.report[0].buffer == "a"
+    assert out.report[0].kind == "out of bounds"
+    assert out.report[0].buffer == "a"
 
 
 def test_settings_collect_launches() -> None:
     with settings.use(launches=[], order="random", seed=5) as s:
         run("out[0] = a[0];", [np.zeros(9, np.float32)], (1,), grid=(1, 1, 1))
-        assert s.launches is not None and [x.name for x in s.launches] == ["test"]
-    assert settings.launches is None and settings.order == "forward"
+        assert s.launches is not None
+        assert [x.name for x in s.launches] == ["test"]
+    assert settings.launches is None
+    assert settings.order == "forward"
 
 
 def test_an_error_stays_with_its_launch() -> None:
     with pytest.raises(MetalError):
         run("out[40] = a[0];", [np.zeros(9, np.float32)], (1,), grid=(1, 1, 1))
     out = run("out[0] = a[0];", [np.ones(9, np.float32)], (1,), grid=(1, 1, 1))
-    assert out[0][0] == 1 and not out.report
+    assert out[0][0] == 1
+    assert not out.report
 
 
 def test_no_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QRUN_CLANG", raising=False)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(clang.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CompileError, match="apt-get install .* clang-19"):
+    with pytest.raises(CompileError, match=r"apt-get install .* clang-19"):
         clang.find_clang.__wrapped__()

@@ -1,7 +1,7 @@
 """MLX's own kernels, unmodified, from its wheel: the shim understands text it was not written for.
 
-They are large, they are known to be right on Macs, and they must give right numbers here with nothing
-found. (The lint is off: they keep other rules.)
+They are large, they are known to be right on Macs, and they must give right numbers here with
+nothing found. (The lint is off: they keep other rules.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KERNELS = "mlx/backend/metal/kernels/"
 
 
 def inlined(*names: str) -> str:
-    """The files with their quoted includes in place; bf16_math and logging need Apple's internals."""
+    """The files with their quoted includes in place; bf16_math and logging need more of Apple's."""
     seen = {KERNELS + "bf16_math.h", KERNELS + "logging.h"}
 
     def one(name: str) -> str:
@@ -45,7 +45,10 @@ def header() -> str:
         r"template <typename IdxT = int64_t>\s*METAL_FUNC IdxT elem_to_loc\(\s*IdxT elem,.*?\n}\n",
         "", text, count=1, flags=re.S,
     )  # fmt: skip
-    return "#include <metal_quadgroup>\n#include <metal_simdgroup>\n#include <metal_simdgroup_matrix>\n" + text
+    return (
+        "#include <metal_quadgroup>\n#include <metal_simdgroup>\n"
+        "#include <metal_simdgroup_matrix>\n" + text
+    )
 
 
 def quantized(n: int, k: int, m: int, dtype: mx.Dtype):
@@ -93,7 +96,8 @@ def test_qmv(header: str, dtype: mx.Dtype) -> None:
     kernel = metal_kernel(
         "qmv", ["w", "scales", "biases", "x", "dims"], ["y"],
         "qmv_fast_impl<T, 64, 4>(w, scales, biases, x, y, dims[0], dims[1],\n"
-        "  threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);",
+        "  threadgroup_position_in_grid, simdgroup_index_in_threadgroup,\n"
+        "  thread_index_in_simdgroup);",
         header, lint=False,
     )  # fmt: skip
     out = kernel(
