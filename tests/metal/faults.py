@@ -234,6 +234,12 @@ FAULTS = [
         IDS + "float4 v = *(const device float4*)(x + i); //!\nout[i] = v.y + v.w;",
     ),
     Fault(
+        "a component of a float4 at a multiple of 4 bytes",
+        "misaligned",
+        IDS
+        + "float4 v = x[i];\nv.xy = (*(const device float4*)(x + i)).wz; //!\nout[i] = dot(v, v);",
+    ),
+    Fault(
         "a word at an odd byte",
         "misaligned",
         IDS + "const device uchar* p = (const device uchar*)x;\n"

@@ -141,7 +141,7 @@ class metal_kernel:  # it stands in for mx.fast.metal_kernel
         bits = [arrays.bits_of(x) for x in inputs]
         dtypes = [arrays.dtype_name(d) for d in output_dtypes]
         threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
-        _, parts = self._text(bits, dtypes, template or [], threads)
+        parts = self._text(bits, dtypes, template or [], threads)[1]
         return measure(whole_text(parts, tuple(self.function_constants.items()))[0])
 
     def _text(
@@ -185,6 +185,8 @@ class metal_kernel:  # it stands in for mx.fast.metal_kernel
         for p in params:
             if p.source == "input":
                 array = next(inputs)[0]
+                if p.name in self.in_place and not array.flags.c_contiguous:
+                    raise ValueError(f"{self.name}: {p.name} is in_place and not contiguous")
                 if self.ensure_row_contiguous and not array.flags.c_contiguous:
                     array = np.ascontiguousarray(array)
                 flags = WRITABLE | INITIALISED if p.name in self.in_place else 0

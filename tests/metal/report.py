@@ -96,7 +96,8 @@ def explain(raw: RawFinding, lines: LineTable, buffers: dict[int, tuple[str, int
     elif kind == "out of bounds":
         text = f"{act} of {at}; it has {size} bytes ({me}, threadgroup {raw.group})"
     elif kind == "misaligned":
-        text = f"{name or 'address'} at byte {raw.offset} is no multiple of {raw.detail} ({me})"
+        what = f"{name} at byte {raw.offset}" if name else "an address"
+        text = f"{what} is no multiple of {raw.detail} ({me})"
     elif kind == "write to input":
         text = f"{act} of {at}: an input"
     elif kind == "threadgroup memory":
