@@ -1,10 +1,14 @@
-"""llama, mistral, SmolLM2: pre-norm decoder, grouped queries, SwiGLU (Touvron et al., 2023)."""
+"""llama, mistral, SmolLM2: pre-norm decoder, grouped queries, SwiGLU (Touvron et al., 2023).
+
+A mistral with `sliding_window` has it in every layer (Jiang et al., 2023), a llama only in layers
+that `layer_types` names.
+"""
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-from qrun.blocks import Attention, GatedMLP, Sizes
+from qrun.blocks import SLIDING, Attention, GatedMLP, Sizes, layer_types, output_head
 from qrun.cache import Cache, CacheSpec
 from qrun.config import Config
 from qrun.positions import rope_from
@@ -12,16 +16,13 @@ from qrun.weights import Weights
 
 
 class Layer:
-    def __init__(self, config: Config, weights: Weights, sizes: Sizes, index: int) -> None:
+    def __init__(
+        self, config: Config, weights: Weights, sizes: Sizes, index: int, window: int
+    ) -> None:
         bias = config.bool("attention_bias", False)
         self.input_layernorm = weights.norm("input_layernorm", sizes.k, sizes.eps)
         self.self_attn = Attention(
-            weights.at("self_attn"),
-            sizes,
-            index,
-            qkv_bias=bias,
-            o_bias=bias,
-            window=config.int("sliding_window", 0, least=0),
+            weights.at("self_attn"), sizes, index, qkv_bias=bias, o_bias=bias, window=window
         )
         self.post_attention_layernorm = weights.norm("post_attention_layernorm", sizes.k, sizes.eps)
         self.mlp = GatedMLP(
@@ -32,8 +33,8 @@ class Layer:
         )
 
     def __call__(self, x: mx.array, cache: Cache) -> mx.array:
-        x = self.self_attn(x, self.input_layernorm, cache)
-        return self.mlp(x, self.post_attention_layernorm)
+        x = self.self_attn(x, cache, norm=self.input_layernorm, residual=x)
+        return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
 
 
 class Model:
@@ -42,15 +43,15 @@ class Model:
         sizes = Sizes.of(config)
         model = weights.at("model")
         self.embed_tokens = model.embedding("embed_tokens", sizes.vocab, sizes.k)
+        # Every layer's type where the file does not say: sliding in a mistral, full in a llama.
+        pattern = sizes.layers + 1 if config.str("model_type", "llama") == "mistral" else 1
+        window = config.int("sliding_window", 0, least=0)
         self.layers = [
-            Layer(config, model.at(f"layers.{i}"), sizes, i) for i in range(sizes.layers)
+            Layer(config, model.at(f"layers.{i}"), sizes, i, window if kind == SLIDING else 0)
+            for i, kind in enumerate(layer_types(config, sizes.layers, pattern=pattern))
         ]
         self.norm = model.norm("norm", sizes.k, sizes.eps)
-        if config.bool("tie_word_embeddings", False):
-            weights.drop("lm_head")
-            self.lm_head = self.embed_tokens.as_linear()
-        else:
-            self.lm_head = weights.linear("lm_head", n=(sizes.vocab,), k=sizes.k)
+        self.lm_head = output_head(config, weights, self.embed_tokens, sizes)
         rope = rope_from(config, sizes.head_dim)
         self.cache_specs = [CacheSpec(sizes.kv_heads, sizes.head_dim, rope)] * sizes.layers
 

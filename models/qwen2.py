@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from qrun.blocks import Attention, GatedMLP, Sizes
+from qrun.blocks import Attention, GatedMLP, Sizes, late_windows, output_head
 from qrun.cache import Cache, CacheSpec
 from qrun.config import Config
 from qrun.positions import rope_from
@@ -12,21 +12,19 @@ from qrun.weights import Weights
 
 
 class Layer:
-    def __init__(self, config: Config, weights: Weights, sizes: Sizes, index: int) -> None:
+    def __init__(
+        self, config: Config, weights: Weights, sizes: Sizes, index: int, window: int
+    ) -> None:
         self.input_layernorm = weights.norm("input_layernorm", sizes.k, sizes.eps)
         self.self_attn = Attention(
-            weights.at("self_attn"),
-            sizes,
-            index,
-            qkv_bias=True,
-            window=window(config, index),
+            weights.at("self_attn"), sizes, index, qkv_bias=True, window=window
         )
         self.post_attention_layernorm = weights.norm("post_attention_layernorm", sizes.k, sizes.eps)
         self.mlp = GatedMLP(weights.at("mlp"), sizes.k, config.int("intermediate_size"))
 
     def __call__(self, x: mx.array, cache: Cache) -> mx.array:
-        x = self.self_attn(x, self.input_layernorm, cache)
-        return self.mlp(x, self.post_attention_layernorm)
+        x = self.self_attn(x, cache, norm=self.input_layernorm, residual=x)
+        return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
 
 
 class Model:
@@ -36,14 +34,11 @@ class Model:
         model = weights.at("model")
         self.embed_tokens = model.embedding("embed_tokens", sizes.vocab, sizes.k)
         self.layers = [
-            Layer(config, model.at(f"layers.{i}"), sizes, i) for i in range(sizes.layers)
+            Layer(config, model.at(f"layers.{i}"), sizes, i, window)
+            for i, window in enumerate(late_windows(config, sizes.layers))
         ]
         self.norm = model.norm("norm", sizes.k, sizes.eps)
-        if config.bool("tie_word_embeddings", False):
-            weights.drop("lm_head")
-            self.lm_head = self.embed_tokens.as_linear()
-        else:
-            self.lm_head = weights.linear("lm_head", n=(sizes.vocab,), k=sizes.k)
+        self.lm_head = output_head(config, weights, self.embed_tokens, sizes)
         rope = rope_from(config, sizes.head_dim)
         self.cache_specs = [CacheSpec(sizes.kv_heads, sizes.head_dim, rope)] * sizes.layers
 
@@ -57,11 +52,3 @@ class Model:
     def logits(self, x: mx.array) -> mx.array:
         """Hidden states (M, K) -> logits (M, V)."""
         return self.lm_head(x, norm=self.norm)
-
-
-def window(config: Config, index: int) -> int:
-    """The sliding window of a layer: off unless asked for, and only from max_window_layers on."""
-    if not config.bool("use_sliding_window", False):
-        return 0
-    first = config.int("max_window_layers", 0, least=0)
-    return config.int("sliding_window", 0, least=0) if index >= first else 0

@@ -1,4 +1,4 @@
-"""The two halves of a decoder layer that nearly every architecture shares, and its sizes.
+"""The parts of a decoder layer that nearly every architecture shares, and its sizes.
 
 Shapes: B*L tokens are M rows; hidden width K; H query heads and Hkv key/value heads of D dims.
 Model files say how the blocks are wired and what is special; what a block does stands here.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import Literal
 
 import mlx.core as mx
 
@@ -15,9 +16,11 @@ from qrun import ops
 from qrun.cache import Cache
 from qrun.config import Config
 from qrun.errors import CheckpointError
-from qrun.layers import RMSNorm
+from qrun.layers import AnyLinear, Embedding, RMSNorm
 from qrun.ops.qmv import Activation
 from qrun.weights import Weights
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,9 @@ class Sizes:
     @staticmethod
     def of(config: Config) -> Sizes:
         """Read and check them; head_dim is explicit or hidden_size / heads."""
-        k, heads = config.int("hidden_size"), config.int("num_attention_heads")
-        kv_heads = config.int("num_key_value_heads", heads)
+        # The upper limits are far from any model's; they keep nonsense from filling the memory.
+        k, heads = config.int("hidden_size"), config.int("num_attention_heads", most=1 << 16)
+        kv_heads = config.int("num_key_value_heads", heads, most=1 << 16)
         if heads % kv_heads:
             raise CheckpointError(
                 f"{config.where}: num_attention_heads {heads} is no multiple of "
@@ -46,21 +50,68 @@ class Sizes:
             raise CheckpointError(
                 f"{config.where}: hidden_size {k} is no multiple of num_attention_heads {heads}"
             )
+        head_dim = config.int("head_dim", max(k // heads, 1), most=1 << 16)
+        if head_dim % 2:
+            raise CheckpointError(f"{config.where}: head_dim {head_dim} is odd: it has no pairs")
         return Sizes(
             k,
             config.int("vocab_size"),
-            config.int("num_hidden_layers"),
+            config.int("num_hidden_layers", most=10000),
             heads,
             kv_heads,
-            config.int("head_dim", max(k // heads, 1)),
+            head_dim,
             config.float("rms_norm_eps", 1e-6),
         )
+
+
+def layer_types(config: Config, layers: int, *, pattern: int) -> list[str]:
+    """`layer_types`, else every `pattern`-th layer sees everything and the others have a window.
+
+    A pattern longer than the model means that no layer sees everything.
+    """
+    given = config.strings("layer_types")
+    if not given:
+        return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
+    if len(given) != layers or not set(given) <= {FULL, SLIDING}:
+        raise CheckpointError(
+            f"{config.where}: layer_types must be {layers} times {FULL} or {SLIDING}, "
+            f"but are {len(given)}: {', '.join(sorted(set(given)))}"
+        )
+    return given
+
+
+def late_windows(config: Config, layers: int) -> list[int]:
+    """Windows as qwen has them: if `use_sliding_window`, in layers from `max_window_layers` on."""
+    if not config.bool("use_sliding_window", False):
+        return [0] * layers
+    window = config.int("sliding_window", 0, least=0)
+    if "layer_types" in config:
+        return [window if t == SLIDING else 0 for t in layer_types(config, layers, pattern=1)]
+    first = config.int("max_window_layers", 28, least=0)
+    return [window if i >= first else 0 for i in range(layers)]
+
+
+def output_head(
+    config: Config, weights: Weights, embedding: Embedding, sizes: Sizes, *, tied: bool = False
+) -> AnyLinear:
+    """lm_head, or the embedding where the model ties the two.
+
+    tied: what the architecture means where config.json says nothing; without a head it is tied.
+    """
+    if config.bool("tie_word_embeddings", tied or not weights.has("lm_head.weight")):
+        weights.drop("lm_head")
+        return embedding.as_linear()
+    weights.seldom("model.embed_tokens", share=1 / sizes.vocab)
+    return weights.linear("lm_head", n=(sizes.vocab,), k=sizes.k)
 
 
 class Attention:
     """Grouped-query attention over the cache: norm+qkv, rope+append, sdpa, o+residual: four ops.
 
-    qk_norm: RMS norms of each head of q and k before the rotation. window 0: all that came before.
+    fused: the file holds one `qkv_proj`. qk_norm: RMS norms of q and k before the rotation, of each
+    "head" or of all heads as one "row"; plus_one: as in `Weights.norm`. interleaved: the checkpoint
+    rotates dims 2i and 2i+1 together. window 0: all that came before. softcap 0: none. scale: of
+    the scores, 1/sqrt(D) if not given.
     """
 
     def __init__(
@@ -71,31 +122,70 @@ class Attention:
         *,
         qkv_bias: bool = False,
         o_bias: bool = False,
-        qk_norm: bool = False,
+        fused: bool = False,
+        qk_norm: Literal["head", "row"] | None = None,
+        plus_one: bool = False,
+        interleaved: bool = False,
         window: int = 0,
+        softcap: float = 0.0,
+        scale: float | None = None,
     ) -> None:
         d, h, hkv = sizes.head_dim, sizes.heads, sizes.kv_heads
         self.index, self.heads, self.window, self.eps = index, h, window, sizes.eps
-        self.scale = 1 / sqrt(d)
-        self.qkv_proj = weights.linear(
-            "q_proj", "k_proj", "v_proj", n=(h * d, hkv * d, hkv * d), k=sizes.k, bias=qkv_bias
-        )
-        self.q_norm = weights.norm("q_norm", d, sizes.eps).weight if qk_norm else None
-        self.k_norm = weights.norm("k_norm", d, sizes.eps).weight if qk_norm else None
+        self.softcap = softcap
+        self.scale = 1 / sqrt(d) if scale is None else scale
+        rows = (h * d, hkv * d, hkv * d)
+        if fused:
+            self.qkv_proj = weights.linear("qkv_proj", n=(sum(rows),), k=sizes.k, bias=qkv_bias)
+        else:
+            self.qkv_proj = weights.linear(
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                n=rows,
+                k=sizes.k,
+                bias=qkv_bias,
+                pairs=(d, d, 0) if interleaved else None,
+            )
+        self.head_norms: tuple[RMSNorm, RMSNorm] | None = None
+        self.row_norms: tuple[RMSNorm, RMSNorm] | None = None
+        if qk_norm is not None:
+            widths = (d, d) if qk_norm == "head" else rows[:2]
+            q_norm = weights.norm("q_norm", widths[0], sizes.eps, plus_one=plus_one)
+            k_norm = weights.norm("k_norm", widths[1], sizes.eps, plus_one=plus_one)
+            if qk_norm == "head":
+                self.head_norms = (q_norm, k_norm)
+            else:
+                self.row_norms = (q_norm, k_norm)
         self.o_proj = weights.linear("o_proj", n=(sizes.k,), k=h * d, bias=o_bias)
 
-    def __call__(self, x: mx.array, norm: RMSNorm, cache: Cache) -> mx.array:
-        """x (M, K) -> x + attention(norm(x)) (M, K)."""
+    def __call__(
+        self,
+        x: mx.array,
+        cache: Cache,
+        *,
+        norm: RMSNorm | None = None,
+        residual: mx.array | None = None,
+        scale: float = 1.0,
+    ) -> mx.array:
+        """x (M, K) -> attention(norm(x)) * scale + residual (M, K)."""
         i = self.index
+        qkv = self.qkv_proj(x, norm=norm)
+        if self.row_norms is not None:
+            q_norm, k_norm = self.row_norms
+            width = (q_norm.weight.size, q_norm.weight.size + k_norm.weight.size)
+            q, k, v = mx.split(qkv, list(width), axis=1)
+            qkv = mx.concatenate([q_norm(q), k_norm(k), v], axis=1)
+        q_norm, k_norm = self.head_norms or (None, None)
         q, cache.keys[i], cache.values[i] = ops.rope(
-            self.qkv_proj(x, norm=norm),
+            qkv,
             cache.keys[i],
             cache.values[i],
             cache.offset,
             cache.tables[i],
             heads=self.heads,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
             eps=self.eps,
         )
         y = ops.sdpa(
@@ -105,12 +195,16 @@ class Attention:
             cache.offset,
             scale=self.scale,
             window=self.window,
+            softcap=self.softcap,
         )
-        return self.o_proj(y, residual=x)
+        return self.o_proj(y, residual=residual, scale=scale)
 
 
 class GatedMLP:
-    """down(act(gate(h)) * up(h)): norm+gate/up+activation, down+residual: two ops."""
+    """down(act(gate(h)) * up(h)): norm+gate/up+activation, down+residual: two ops.
+
+    fused: the file holds one `gate_up_proj`, all gate rows in front of all up rows.
+    """
 
     def __init__(
         self,
@@ -119,16 +213,74 @@ class GatedMLP:
         n: int,
         *,
         bias: bool = False,
+        fused: bool = False,
         activation: Activation = "swiglu",
     ) -> None:
         self.activation: Activation = activation
-        self.gate_up_proj = weights.linear(
-            "gate_proj", "up_proj", n=(n, n), k=k, bias=bias, interleave=True
-        )
+        names, rows = (("gate_up_proj",), (2 * n,)) if fused else (("gate_proj", "up_proj"), (n, n))
+        self.gate_up_proj = weights.linear(*names, n=rows, k=k, bias=bias, interleave=True)
         self.down_proj = weights.linear("down_proj", n=(k,), k=n, bias=bias)
 
-    def __call__(self, x: mx.array, norm: RMSNorm) -> mx.array:
-        """x (M, K) -> x + mlp(norm(x)) (M, K)."""
-        return self.down_proj(
-            self.gate_up_proj(x, norm=norm, activation=self.activation), residual=x
+    def __call__(
+        self,
+        x: mx.array,
+        *,
+        norm: RMSNorm | None = None,
+        residual: mx.array | None = None,
+        scale: float = 1.0,
+    ) -> mx.array:
+        """x (M, K) -> mlp(norm(x)) * scale + residual (M, K)."""
+        y = self.gate_up_proj(x, norm=norm, activation=self.activation)
+        return self.down_proj(y, residual=residual, scale=scale)
+
+
+class MixtureMLP:
+    """`top` of E gated MLPs a token, weighted by a router (Shazeer et al., 2017).
+
+    renormalize: the weights of the chosen add up to 1; otherwise they are their share of all E.
+    names: gate, up and down as the checkpoint lists them expert by expert.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        k: int,
+        n: int,
+        *,
+        count: int,
+        top: int,
+        renormalize: bool,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
+        self.top, self.renormalize = top, renormalize
+        gate, up, down = names
+        self.gate = weights.linear("gate", n=(count,), k=k)
+        self.gate_up_proj = weights.experts(
+            ("gate_proj", gate), ("up_proj", up), count=count, n=n, k=k
         )
+        self.down_proj = weights.experts(("down_proj", down), count=count, n=k, k=n)
+        weights.seldom("switch_mlp", "experts", share=top / count)
+
+    def __call__(self, x: mx.array, *, norm: RMSNorm, residual: mx.array) -> mx.array:
+        """x (M, K) -> sum of the chosen experts' mlp(norm(x)) + residual (M, K)."""
+        rows, k = x.shape
+        h = norm(x)
+        logits = self.gate(h).astype(mx.float32)  # (M, E)
+        chosen = mx.argpartition(logits, kth=-self.top, axis=-1)[:, -self.top :]
+        if self.renormalize:
+            share = mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1)
+        else:
+            share = mx.take_along_axis(mx.softmax(logits, axis=-1), chosen, axis=-1)
+        expert = chosen.reshape(-1).astype(mx.int32)
+        row = mx.repeat(mx.arange(rows, dtype=mx.int32), self.top)
+        grouped = rows > 1
+        # In prefill all rows of an expert come together: its weights are read once.
+        order = mx.argsort(expert) if grouped else None
+        if order is not None:
+            expert, row = expert[order], row[order]
+        y = self.gate_up_proj(h, row, expert, activation="swiglu", grouped=grouped)
+        y = self.down_proj(y, mx.arange(y.shape[0], dtype=mx.int32), expert, grouped=grouped)
+        if order is not None:
+            y = y[mx.argsort(order)]
+        y = share[:, None] @ y.reshape(rows, self.top, k).astype(mx.float32)  # (M, 1, K)
+        return (y[:, 0] + residual.astype(mx.float32)).astype(x.dtype)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from qrun.errors import UsageError
 from qrun.positions import Rope
 
 STEP = 256  # capacities are multiples of this, so that growing one seldom changes a shape
@@ -26,7 +27,8 @@ class Cache:
     """State of one generation. Per layer: keys and values (B, Hkv, C, D), and a rope table.
 
     `length` positions are held; `offset` is the same number as an int32 array of one element, for
-    the ops. Models replace `keys[i]` and `values[i]` by what `ops.rope` returns.
+    the ops. Models replace `keys[i]` and `values[i]` by what `ops.rope` returns. `planned` is the
+    number of positions asked for, which rules like longrope look at; `capacity` is what there is.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Cache:
         self.dtype = dtype
         self.batch = batch
         self.length = 0
+        self.planned = 0
         self.capacity = 0
         self.keys: list[mx.array] = []
         self.values: list[mx.array] = []
@@ -44,25 +47,36 @@ class Cache:
         self.reserve(capacity)
 
     def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` positions in all; what is held stays."""
-        if capacity <= self.capacity:
+        """Make room for `capacity` positions in all; what is held stays.
+
+        Raises UsageError if the held keys would have to be rotated otherwise (see `Rope`): the text
+        must be read again, into a cache made for the whole length.
+        """
+        if capacity <= self.planned:
             return
-        capacity = -(-capacity // STEP) * STEP
-        fresh = capacity - self.capacity
+        ropes = {spec.rope for spec in self.specs}
+        if self.length and not all(rope.same(self.planned, capacity) for rope in ropes):
+            raise UsageError(
+                f"a text of {capacity} positions is rotated otherwise than one of {self.planned}: "
+                "the cache cannot grow to it"
+            )
+        self.planned = capacity
+        whole = -(-capacity // STEP) * STEP
+        fresh = whole - self.capacity
+        if fresh:
+            self.keys, self.values = self._grown(self.keys, fresh), self._grown(self.values, fresh)
+        tables = {rope: rope.table(whole, self.planned) for rope in ropes}
+        self.tables = [tables[spec.rope] for spec in self.specs]
+        self.capacity = whole
 
-        def grown(held: list[mx.array]) -> list[mx.array]:
-            new = [
-                mx.zeros((self.batch, s.kv_heads, fresh, s.head_dim), self.dtype)
-                for s in self.specs
-            ]
-            if not held:
-                return new
-            return [mx.concatenate([a, b], axis=2) for a, b in zip(held, new, strict=True)]
-
-        self.keys, self.values = grown(self.keys), grown(self.values)
-        by_rope = {spec.rope: spec.rope.table(capacity) for spec in self.specs}
-        self.tables = [by_rope[spec.rope] for spec in self.specs]
-        self.capacity = capacity
+    def _grown(self, held: list[mx.array], fresh: int) -> list[mx.array]:
+        """`fresh` more positions behind every array; from nothing: that many."""
+        new = [
+            mx.zeros((self.batch, s.kv_heads, fresh, s.head_dim), self.dtype) for s in self.specs
+        ]
+        if not held:
+            return new
+        return [mx.concatenate([a, b], axis=2) for a, b in zip(held, new, strict=True)]
 
     def bound(self, keys: list[mx.array], values: list[mx.array], offset: mx.array) -> Cache:
         """The same cache seen with other arrays: inside a traced function the placeholders."""

@@ -17,7 +17,10 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | No
     """chat_template.jinja, else chat_template in tokenizer_config.json (a string or a list)."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
     template = tokenizer_config.get("chat_template")
     if template is None or isinstance(template, str):
         return template

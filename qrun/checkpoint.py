@@ -86,9 +86,8 @@ class Checkpoint:
     def read(self, name: str) -> mx.array:
         """One tensor, copied once: from the mapped file into MLX's memory."""
         tensor = self.tensors[name]
-        if tensor.dtype not in _DTYPES:
-            raise CheckpointError(f"{tensor.file}: {name} has unsupported type {tensor.dtype}")
-        _, np_type, mx_type = _DTYPES[tensor.dtype]
+        mx_type = mlx_type(name, tensor)
+        np_type = _DTYPES[tensor.dtype][1]
         flat: Any = np.frombuffer(
             self._map(tensor.file), np_type, count=prod(tensor.shape), offset=tensor.start
         )
@@ -106,6 +105,13 @@ class Checkpoint:
             with open(path, "rb") as file:
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[path]
+
+
+def mlx_type(name: str, tensor: Tensor) -> mx.Dtype:
+    """The MLX type of a tensor. Raises CheckpointError where there is none."""
+    if tensor.dtype not in _DTYPES:
+        raise CheckpointError(f"{tensor.file}: {name} has unsupported type {tensor.dtype}")
+    return _DTYPES[tensor.dtype][2]
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -17,6 +17,7 @@ from qrun.errors import QrunError, UsageError
 
 if TYPE_CHECKING:
     from qrun.generation import Generation
+    from qrun.inspect import Report
     from qrun.loader import LoadedModel
 
 EXIT_CODES = """\b
@@ -34,6 +35,7 @@ Exit codes:
 
 
 @click.group(
+    no_args_is_help=False,  # its way of printing help is an error whose message is the help
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=EXIT_CODES,
 )
@@ -275,16 +277,44 @@ def bench(
         click.echo(report.table(rows))
 
 
+@cli.command(epilog=EXIT_CODES)
+@click.argument("model", envvar="QRUN_MODEL")
+@click.option(
+    "-c", "--context", type=click.IntRange(1), help="Positions to plan memory for. Default: all."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def inspect(model: str, context: int | None, as_json: bool) -> None:
+    """Say what MODEL is, what memory it takes, and whether it would load; read no weights.
+
+    The exit code is 0 if it would load, 4 if not.
+    """
+    from qrun.hardware import require_mlx
+
+    require_mlx()
+    from qrun.inspect import inspect as look
+
+    found = look(model, length=context)
+    if as_json:
+        _print_json(found.as_json())
+    else:
+        click.echo(_report_text(found))
+    sys.stdout.flush()
+    sys.exit(found.exit_code)
+
+
 def main() -> None:
     """Run a command; turn every outcome into an exit code and at most two lines."""
-    debug = "--debug" in sys.argv[1:]
+    debug, stdout = "--debug" in sys.argv[1:], sys.stdout
     try:
         cli.main(standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader went away, as in `qrun ... | head`: nothing to say, and nobody to say it to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        _reader_left()
+    except SystemExit:
+        # click answers a closed pipe with exit code 1, and with another sys.stdout.
+        if sys.stdout is not stdout:
+            _reader_left()
+        raise
     except (KeyboardInterrupt, click.Abort):
         click.echo(err=True)
         sys.exit(130)
@@ -300,6 +330,12 @@ def main() -> None:
         if debug:
             raise
         _fail(f"{type(error).__name__}: {error}", "--debug shows where: qrun --debug ...", 1)
+
+
+def _reader_left() -> NoReturn:
+    """As in `qrun ... | head`: nothing to say, and nobody to say it to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python's last flush fails once more
+    sys.exit(0)
 
 
 def _fail(message: str, hint: str | None, code: int) -> None:
@@ -415,6 +451,43 @@ def _print_stats(model: LoadedModel, result: Generation) -> None:
         f"peak      {peak / 1e6:8.0f} MB",
     ]
     click.echo("\n".join(lines), err=True)
+
+
+def _report_text(found: Report) -> str:
+    """`qrun inspect`, for people."""
+
+    def size(n: float) -> str:
+        return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
+
+    lines = [f"folder        {found.folder}", f"architecture  {found.architecture or 'unknown'}"]
+    if found.parameters:
+        lines.append(
+            f"parameters    {found.parameters / 1e6:.1f} M in {size(found.weight_bytes)}, "
+            f"{found.bits:.2f} bits each; a step reads {size(found.step_bytes)}"
+        )
+        for kind in found.kinds:
+            formats = ", ".join(
+                f"{name} ({n})" if len(kind.formats) > 1 else name
+                for name, n in kind.formats.items()
+            )
+            lines.append(
+                f"  {kind.name:20} {kind.count:5} x {kind.parameters / 1e6:9.2f} M  "
+                f"{kind.bits:6.2f} bits  {formats}".rstrip()
+            )
+        total = size(found.weight_bytes + found.cache_bytes)
+        lines.append(
+            f"memory        {total} for {found.length} positions: weights, and "
+            f"{size(found.cache_bytes)} of {found.dtype} cache"
+        )
+    if found.context:
+        lines.append(f"context       {found.context}")
+    lines.append(f"stop tokens   {', '.join(map(str, found.stop_tokens)) or 'none'}")
+    lines.append(f"template      {found.template}")
+    lines += [f"note          {note}" for note in found.notes]
+    for problem in found.problems:
+        lines += [f"problem       {problem.text}", f"  remedy      {problem.remedy}"]
+    lines.append("It would load." if found.loads else "It would not load.")
+    return "\n".join(lines)
 
 
 def _progress_bar() -> Callable[[str, int, int], None]:

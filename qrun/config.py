@@ -58,11 +58,14 @@ class Config:
             raise CheckpointError(f"{self.where}: {key} must be {kind}, but is {value!r:.80}")
         return value
 
-    def int(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+    def int(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = (1 << 31) - 1
+    ) -> int:
+        """A whole number from `least` to `most`."""
         value = self.raw(key)
-        ok = isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
-        return self._typed(key, f"a whole number, {least} or more", ok, default)
+        ok = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        limit = f"{least} or more" if most == (1 << 31) - 1 else f"{least} to {most}"
+        return self._typed(key, f"a whole number, {limit}", ok, default)
 
     def float(self, key: str, default: float | None = None) -> float:
         """A finite number."""
@@ -96,6 +99,14 @@ class Config:
         self._typed(key, "a whole number or a list of them", ok, None)
         return items
 
+    def strings(self, key: str) -> list[str]:
+        """A list of strings; absent: empty."""
+        value: Any = self.raw(key)
+        if value is None:
+            return []
+        ok = isinstance(value, list) and all(isinstance(v, str) for v in cast("list[Any]", value))
+        return self._typed(key, "a list of strings", ok, None)
+
     def level(self, key: str) -> Config | None:
         """The object under key, None if absent."""
         value: Any = self.raw(key)
@@ -109,7 +120,9 @@ class Config:
         value = self.raw(key)
         if value is not None and value not in allowed:
             names = " or ".join(repr(a) for a in allowed)
-            raise CheckpointError(f"{self.where}: {key} is {value!r}, only {names} is supported")
+            raise CheckpointError(
+                f"{self.where}: {key} is {value!r:.80}, only {names} is supported"
+            )
 
     def unread(self) -> list[str]:
         """Keys nobody asked for."""

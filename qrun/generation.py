@@ -14,6 +14,7 @@ from qrun.chat import Message
 from qrun.errors import NonFiniteError, PromptTooLongError, UsageError
 from qrun.loader import LoadedModel
 from qrun.ops import _launch
+from qrun.ops._launch import Arrays
 from qrun.sampling import Sampler, Sampling
 from qrun.tokenizer import StopFinder, StreamingDecoder
 
@@ -234,18 +235,20 @@ def decode_step(model: LoadedModel, cache: Cache) -> Callable[[mx.array], mx.arr
 
     layers = len(cache.keys)
 
-    def step(inputs: list[mx.array]) -> list[mx.array]:
-        """token, offset, keys, values -> logits, keys, values."""
-        token, offset, *held = inputs
-        seen = cache.bound(held[:layers], held[layers:], offset)
+    def step(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        """(token, offset), (keys, values) -> (logits,), (keys, values)."""
+        token, offset = inputs
+        seen = cache.bound(state[:layers], state[layers:], offset)
         logits = model.model.logits(model.model(token, seen))
-        return [logits, *seen.keys, *seen.values]
+        return [logits], [*seen.keys, *seen.values]
 
     run = _launch.backend().traced(step)
+    state = [*cache.keys, *cache.values]
 
     def advance(token: mx.array) -> mx.array:
-        logits, *held = run([token, cache.offset, *cache.keys, *cache.values])
-        cache.keys, cache.values = held[:layers], held[layers:]
+        nonlocal state
+        (logits,), state = run([token, cache.offset], state)
+        cache.keys, cache.values = state[:layers], state[layers:]
         cache.advance(1)
         return logits
 

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qrun import quantization
 from qrun.errors import QrunError
 
 # uint8 and float32; numpy's own annotations forget that shifts and products keep these
@@ -98,9 +97,14 @@ def dequantize(kind: str, raw: Bytes) -> Floats:
         return (grouped * scales[..., None] + biases[..., None]).reshape(n, -1)
     if kind == "Q6_K":
         return _dequantize_q6_k(raw.reshape(-1, 210)).reshape(n, -1)
-    quants = _gguf_package(kind)
-    enum = importlib.import_module("gguf.constants").GGMLQuantizationType[kind]
-    return quants.dequantize(np.ascontiguousarray(raw), enum).reshape(n, -1)
+    quants, types = _gguf_package(kind)
+    return quants.dequantize(np.ascontiguousarray(raw), types[kind]).reshape(n, -1)
+
+
+def require_reader(kind: str) -> None:
+    """Raise now, and not halfway, if a type cannot be dequantized here."""
+    if kind not in ("F32", "F16", "BF16", "Q6_K", *AFFINE_BITS):
+        _gguf_package(kind)
 
 
 def _dequantize_q6_k(blocks: Bytes) -> Floats:
@@ -113,10 +117,11 @@ def _dequantize_q6_k(blocks: Bytes) -> Floats:
     return (q * scales[..., None]).reshape(-1, 256)
 
 
-def _gguf_package(kind: str) -> Any:
-    """PyPI's gguf, which knows the rarer types; wanted only when a file holds one of them."""
+def _gguf_package(kind: str) -> tuple[Any, Any]:
+    """PyPI's gguf, which knows the rarer types, and its names of them; loaded only if needed."""
     try:
-        return importlib.import_module("gguf.quants")
+        quants = importlib.import_module("gguf.quants")
+        return quants, importlib.import_module("gguf.constants").GGMLQuantizationType
     except ImportError:
         raise QrunError(
             f"tensors of GGUF type {kind} need the package gguf",
@@ -135,9 +140,17 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 
 def pack(codes: Bytes, bits: int) -> npt.NDArray[np.uint32]:
-    """`quantization.pack`, quickly for the two widths that almost every tensor has."""
+    """`quantization.pack`, quickly: integers (N, K) to (N, K*bits/32)."""
     if bits == 8:
-        return np.ascontiguousarray(codes).view("<u4")
-    if bits == 4:
-        return np.ascontiguousarray(codes[:, 0::2] | codes[:, 1::2] << 4).view("<u4")
-    return quantization.pack(codes, bits)
+        stream = codes
+    elif bits == 4:
+        stream = codes[:, 0::2] | codes[:, 1::2] << 4
+    else:
+        # Eight at a time: the bytes of a 64-bit word move together in three steps, each closing
+        # the gap between the halves of every lane; its lowest `bits` bytes are then full.
+        x = np.ascontiguousarray(codes).view("<u8")
+        for lane in (8, 16, 32):
+            low = np.uint64(sum(((1 << lane) - 1) << at for at in range(0, 64, 2 * lane)))
+            x = (x & low) | (x & ~low) >> np.uint64(lane - lane * bits // 8)
+        stream = x.view(np.uint8).reshape(-1, 8)[:, :bits].reshape(len(codes), -1)
+    return np.ascontiguousarray(stream).view("<u4")

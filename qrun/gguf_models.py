@@ -18,7 +18,7 @@ from qrun import gguf_config
 from qrun.errors import CheckpointError
 from qrun.gguf import GGUF, open_gguf
 from qrun.gguf_tokenizer import tokenizer_files
-from qrun.source import Source, SourceTensor, sixteen_bit_type
+from qrun.source import FLOATS, Source, SourceTensor, sixteen_bit_type
 
 _ATTENTION = {
     "attn_norm": "input_layernorm",
@@ -180,6 +180,8 @@ class _Reader:
             shape = expected[re.sub(r"^model\.layers\.\d+\.", "", module)]
             if leaf == "bias":
                 shape = shape[:1]
+            if len(shape) == 1 and self.gguf.tensors[old].type not in FLOATS:
+                raise CheckpointError(f"{self.path}: vector {old} is stored in blocks")
             if self.gguf.tensors[old].shape != shape:
                 raise CheckpointError(
                     f"{self.path}: tensor {old} has shape {self.gguf.tensors[old].shape}, "

@@ -7,7 +7,9 @@ merges follow from the scores, with byte tokens for what is not in the vocabular
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ class _Tokenizer:
             raise CheckpointError(f"{path}: unknown tokenizer model {model!r}")
         self.pieces = model == "llama"  # SentencePiece's
         self.tokens = self.strings("tokens")
-        types = self.get("token_type", list, [1] * len(self.tokens))
+        types = self.numbers("token_type", [1] * len(self.tokens))
         if self.pieces:  # files keep the spaces of user-defined tokens as spaces
             self.tokens = [t.replace(" ", _SPACE) for t in self.tokens]
         if len(types) != len(self.tokens):
@@ -76,6 +78,12 @@ class _Tokenizer:
             raise CheckpointError(f"{self.path}: metadata tokenizer.ggml.{key} is not of strings")
         return found
 
+    def numbers(self, key: str, default: Sequence[float] | None = None) -> list[float]:
+        found = self.get(key, list, default)
+        if not all(isinstance(n, (int, float)) for n in found):
+            raise CheckpointError(f"{self.path}: metadata tokenizer.ggml.{key} is not of numbers")
+        return found
+
     def special(self, key: str) -> int | None:
         """The id of a special token, if the file names one that exists."""
         found = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -92,7 +100,7 @@ class _Tokenizer:
 
     def files(self, context: int) -> tuple[dict[str, str], Json]:
         bos, eos = self.special("bos"), self.special("eos")
-        text = json.dumps(self.tokenizer_json(bos), ensure_ascii=False, indent=1)
+        text = json.dumps(self.tokenizer_json(bos), ensure_ascii=False, separators=(",", ":"))
         try:
             tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
@@ -187,20 +195,22 @@ class _Tokenizer:
         SentencePiece joins the two neighbours whose piece scores best, which a list of merges in
         this order does too. User-defined pieces go before all others: it never cuts them.
         """
-        scores = self.get("scores", list)
+        scores = self.numbers("scores")
         if len(scores) != len(self.tokens):
             raise CheckpointError(f"{self.path}: {len(self.tokens)} tokens, {len(scores)} scores")
-        found: list[tuple[bool, float, int, str, str]] = []
+        found: list[tuple[float, int, str, str]] = []
         vocab = self.vocab
         for token, kind, score in zip(self.tokens, self.types, scores, strict=True):
             if kind not in (_NORMAL, _USER_DEFINED):
                 continue
+            rank = math.inf if kind == _USER_DEFINED else score
             for i in range(1, len(token)):
                 left, right = token[:i], token[i:]
                 if left in vocab and right in vocab:
-                    found.append((kind == _USER_DEFINED, score, i, left, right))
-        found.sort(key=lambda m: (m[0], 0.0 if m[0] else m[1], m[2], len(m[4])), reverse=True)
-        return [(left, right) for _, _, _, left, right in found]
+                    found.append((rank, i, left, right))
+        # ties as the original converters break them: longer parts first
+        found.sort(key=lambda m: (m[0], m[1], len(m[3])), reverse=True)
+        return [(left, right) for _, _, left, right in found]
 
     def added_tokens(self) -> list[Json]:
         return [

@@ -13,7 +13,7 @@ from qrun.errors import CheckpointError, ModelNotFoundError
 
 # Only what a run needs. Never code.
 PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model"]
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # not ./folder
 
 
 def locate(model: str | os.PathLike[str], *, revision: str | None = None) -> Path:
@@ -47,13 +47,16 @@ def locate(model: str | os.PathLike[str], *, revision: str | None = None) -> Pat
         )
     fetched = _snapshot(name, revision, local=False)
     if fetched is None or not is_complete(fetched):
-        raise CheckpointError(f"{name} has no complete set of files: config.json, {SINGLE}")
+        raise CheckpointError(
+            f"{name} is incomplete: it takes config.json, {SINGLE} (or shards) and tokenizer.json"
+        )
     return fetched
 
 
 def is_complete(folder: Path) -> bool:
     """Whether config, weights (all shards of the index) and tokenizer are there."""
-    if not (folder / "config.json").exists():
+    tokenizers = ("tokenizer.json", "tokenizer.model", "tekken.json")
+    if not (folder / "config.json").exists() or not any((folder / t).exists() for t in tokenizers):
         return False
     if (folder / INDEX).exists():
         shards = read_json(folder / INDEX).get("weight_map")
@@ -73,6 +76,7 @@ def _snapshot(name: str, revision: str | None, *, local: bool) -> Path | None:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -101,6 +105,8 @@ def _snapshot(name: str, revision: str | None, *, local: bool) -> Path | None:
         raise ModelNotFoundError(f"{name}: no such folder, and no such hub repository") from None
     except RevisionNotFoundError:
         raise ModelNotFoundError(f"{name} has no revision {revision!r}") from None
+    except HFValidationError:
+        raise ModelNotFoundError(f"{name}: no such folder, and no possible hub id") from None
     except (HfHubHTTPError, OSError) as error:
         raise ModelNotFoundError(
             f"{name}: the download failed: {str(error).splitlines()[0]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
 from qrun import ops
 from qrun.ops import QuantizedMatrix, _launch
@@ -22,6 +23,21 @@ class RMSNorm:
     def __call__(self, x: mx.array) -> mx.array:
         """x (M, K) -> (M, K)."""
         return ops.rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """weight (K,), eps: (x - mean) / deviation * weight, which is the RMS norm of x - mean."""
+
+    weight: mx.array
+    eps: float
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (M, K) -> (M, K)."""
+        h = x.astype(mx.float32)
+        return ops.rms_norm(h - h.mean(axis=-1, keepdims=True), self.weight, self.eps).astype(
+            x.dtype
+        )
 
 
 @dataclass(frozen=True)
@@ -103,6 +119,54 @@ class Stacked:
         return epilogue(y.astype(mx.float32), None, residual, activation).astype(x.dtype)
 
 
+@dataclass(frozen=True)
+class Experts:
+    """E quantized linears N x K in one matrix, expert 0's rows first."""
+
+    matrix: QuantizedMatrix
+    count: int
+
+    def __call__(
+        self,
+        x: mx.array,
+        row: mx.array,
+        expert: mx.array,
+        *,
+        activation: Activation | None = None,
+        grouped: bool = False,
+    ) -> mx.array:
+        """x (M, K); result r is row[r] of x times expert[r], see ops.gather_qmm -> (R, N)."""
+        return ops.gather_qmm(
+            x, self.matrix, row, expert, count=self.count, activation=activation, grouped=grouped
+        )
+
+
+@dataclass(frozen=True)
+class DenseExperts:
+    """The same, (E, N, K) and not quantized."""
+
+    weight: mx.array
+
+    def __call__(
+        self,
+        x: mx.array,
+        row: mx.array,
+        expert: mx.array,
+        *,
+        activation: Activation | None = None,
+        grouped: bool = False,
+    ) -> mx.array:
+        """As Experts."""
+        y = mx.gather_mm(
+            x.astype(mx.float32)[:, None],
+            self.weight.astype(mx.float32).swapaxes(1, 2),
+            lhs_indices=row,
+            rhs_indices=expert,
+            sorted_indices=grouped,
+        )
+        return epilogue(y[:, 0], None, None, activation).astype(x.dtype)
+
+
 AnyLinear = QuantizedLinear | Linear | Stacked
 
 
@@ -117,11 +181,25 @@ class Embedding:
         """ids (L,) -> (L, K)."""
         if isinstance(self.table, QuantizedMatrix):
             return ops.embedding(ids, self.table, dtype=self.dtype, scale=scale)
-        rows = self.table[ids].astype(self.dtype)
-        return rows if scale == 1.0 else rows * scale
+        rows = self.table[ids]
+        return (rows if scale == 1.0 else rows.astype(mx.float32) * scale).astype(self.dtype)
 
     def as_linear(self) -> QuantizedLinear | Linear:
         """The head that shares these values."""
         if isinstance(self.table, QuantizedMatrix):
             return QuantizedLinear(self.table)
         return Linear(self.table)
+
+
+def softcap(x: mx.array, limit: float) -> mx.array:
+    """limit * tanh(x / limit): values stay below the limit. 0: x as it is."""
+    if not limit:
+        return x
+    return (mx.tanh(x.astype(mx.float32) / limit) * limit).astype(x.dtype)
+
+
+def round_to_bfloat16(value: float) -> float:
+    """The nearest bfloat16: a constant as a model trained in that type had it."""
+    word = np.array(value, np.float32).view(np.uint32)
+    rounded = word + 0x7FFF + (word >> 16 & 1) & np.uint32(0xFFFF0000)
+    return float(rounded.view(np.float32))

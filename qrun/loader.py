@@ -7,15 +7,15 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from qrun.cache import Cache, CacheSpec
-from qrun.checkpoint import Checkpoint
+from qrun.checkpoint import Checkpoint, Tensor
 from qrun.config import Config, read_json
 from qrun.errors import CheckpointError, UsageError
 from qrun.hub import locate
@@ -25,7 +25,7 @@ from qrun.tokenizer import Tokenizer
 from qrun.weights import Declared, Weights
 
 # model_type of config.json -> the file in models/, where the names differ
-ALIASES = {"mistral": "llama"}
+ALIASES = {"gemma3": "gemma3_text", "mistral": "llama"}
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -76,10 +76,9 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
     folder = locate(model, revision=revision)
-    config = Config(read_json(folder / "config.json"), str(folder / "config.json"))
-    build = model_class(config)
+    config, build = read_config(folder)
     checkpoint = Checkpoint(folder)
-    compute = DTYPES[dtype] if dtype else default_dtype(checkpoint)
+    compute = DTYPES[dtype] if dtype else default_dtype(checkpoint.tensors)
     problem = _launch.native_problem()
     if problem and mx.default_device().type == mx.cpu:
         warnings.warn(f"{problem}: using MLX's own slow CPU product", stacklevel=2)
@@ -88,8 +87,9 @@ def load(
     weights.finish(folder)
     tokenizer = Tokenizer(folder)
     context = config.int("max_position_embeddings", 2048)
-    tied = config.bool("tie_word_embeddings", False)
-    notes = [f"{name}: formats differ, so these run one by one" for name in weights.slow]
+    notes = grouped(weights.slow)
+    if weights.dtype != compute:
+        notes.append("computed in bfloat16: the model leaves float16's range")
     ignored = [key for key in config.unread() if key not in HARMLESS]
     if ignored:
         notes.append(f"config.json: not used: {', '.join(ignored)}")
@@ -97,40 +97,65 @@ def load(
         model=built,
         tokenizer=tokenizer,
         folder=folder,
-        dtype=compute,
+        dtype=weights.dtype,
         context=context,
         eos=stop_tokens(folder, config, tokenizer),
-        step_bytes=checkpoint.nbytes - (0 if tied else _embedding_bytes(checkpoint)),
+        step_bytes=weights.step_bytes,
         load_seconds=time.perf_counter() - start,
         notes=notes,
     )
 
 
-def model_class(config: Config) -> Callable[[Config, Weights], Model]:
-    """The class `Model` of models/<model_type>.py."""
+def read_config(folder: Path) -> tuple[Config, Callable[[Config, Weights], Model]]:
+    """config.json, and the class `Model` of models/<model_type>.py.
+
+    Where the text model is one of several, what `text_config` says of it comes in front; behind
+    come the architecture's DEFAULTS, if it has any: keys that config.json may leave out.
+    """
+    path = folder / "config.json"
+    config = Config(read_json(path), str(path))
     kind = config.str("model_type")
+    module = model_file(kind, config.where)
+    text = config.level("text_config")
+    inner = {} if text is None else {**text.values, "model_type": kind}
+    values = {**getattr(module, "DEFAULTS", {}), **config.values, **inner}
+    return Config(values, config.where), module.Model
+
+
+def model_file(kind: str, where: str) -> Any:
+    """The module models/<kind>.py."""
     name = ALIASES.get(kind, kind)
-    path = MODELS / f"{name}.py"
-    if not re.fullmatch(r"\w+", name) or not path.exists():
-        known = sorted({p.stem for p in MODELS.glob("*.py")} | set(ALIASES))
+    files = {p.stem: p for p in MODELS.glob("*.py")}
+    if name not in files:
+        known = sorted({*files, *ALIASES})
         raise CheckpointError(
-            f"{config.where}: architecture {kind!r} is not supported (known: {', '.join(known)})"
+            f"{where}: architecture {kind!r:.80} is not supported (known: {', '.join(known)})"
         )
-    spec = importlib.util.spec_from_file_location(f"qrun_models_{name}", path)
+    spec = importlib.util.spec_from_file_location(f"qrun_models_{name}", files[name])
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return cast("Callable[[Config, Weights], Model]", module.Model)
+    return module
 
 
-def default_dtype(checkpoint: Checkpoint) -> mx.Dtype:
+def grouped(notes: Sequence[str]) -> list[str]:
+    """Notes "path: what" that differ only in a layer's number become one."""
+    found: dict[str, list[str]] = {}
+    for note in notes:
+        layer = re.search(r"\blayers\.(\d+)\.", note)
+        key = note if layer is None else note.replace(layer[0], "layers.*.", 1)
+        found.setdefault(re.sub(r"\bexperts\.\d+\.", "experts.*.", key), []).append(note)
+    return [ns[0] if len(ns) == 1 else f"{key} ({len(ns)} times)" for key, ns in found.items()]
+
+
+def default_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:
     """float32 on a CPU; on a GPU the type of the scales, or of the norms in a dense checkpoint."""
     if mx.default_device().type == mx.cpu or _launch.backend().NAME == "mlx":
         return mx.float32
     types = {"F16": mx.float16, "BF16": mx.bfloat16}
     for ending in (".scales", "norm.weight", ".weight"):
-        for name, tensor in checkpoint.tensors.items():
+        for name, tensor in tensors.items():
             if name.endswith(ending) and tensor.dtype in types:
                 return types[tensor.dtype]
     return mx.float32
@@ -150,13 +175,6 @@ def stop_tokens(folder: Path, config: Config, tokenizer: Tokenizer) -> frozenset
     return frozenset(ids)
 
 
-def _embedding_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes of the input embedding: a step reads one row of it, not the table."""
-    return sum(
-        t.stop - t.start for n, t in checkpoint.tensors.items() if ".embed_tokens." in f".{n}"
-    )
-
-
 # Keys that describe training, bookkeeping or other software: ignoring them changes no result.
 HARMLESS = frozenset(
     {
@@ -164,7 +182,8 @@ HARMLESS = frozenset(
         "bos_token_id", "dtype", "embd_pdrop", "eos_token_id", "hidden_dropout",
         "initializer_range", "is_llama_config", "layer_types", "max_window_layers", "model_type",
         "pad_token_id", "pretraining_tp", "quantization", "quantization_config", "resid_pdrop",
-        "rope_interleaved", "tokenizer_class", "torch_dtype", "transformers.js_config",
-        "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+        "rope_interleaved", "text_config", "tokenizer_class", "torch_dtype",
+        "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
+        "use_cache", "vision_config",
     }
 )  # fmt: skip

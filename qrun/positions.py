@@ -24,7 +24,12 @@ Frequencies: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rope:
-    """Angles of one kind of layer: position * inv_freq(length), cos and sin times `factor`."""
+    """Angles of one kind of layer: position * inv_freq(length), cos and sin times `factor`.
+
+    `length` is the number of positions a text may reach, prompt and generation together. Where the
+    frequencies depend on it (dynamic, longrope) they hold for the whole text from its start: keys
+    once rotated cannot be turned again, and a mixture of two rotations is neither of them.
+    """
 
     inv_freq: Callable[[int], Frequencies]
     factor: float = 1.0
@@ -33,37 +38,82 @@ class Rope:
         """cos and sin of positions 0 .. capacity-1, float32 (capacity, R/2, 2).
 
         The angles are computed in float64: float32 would be off by 1e-3 radians at position 9,000.
-        `length` is the number of positions in use, for rules that depend on it.
+        `length`: as above, `capacity` if not given.
         """
         angle = np.arange(capacity)[:, None] * self.inv_freq(length or capacity)
         pair = np.stack([np.cos(angle), np.sin(angle)], axis=-1) * self.factor
         return mx.array(pair.astype(np.float32))
 
+    def same(self, length: int, other: int) -> bool:
+        """Whether texts of both lengths are rotated alike."""
+        return np.array_equal(self.inv_freq(length), self.inv_freq(other))
 
-def rope_from(config: Config, dim: int, *, layer_type: str | None = None) -> Rope:
+
+def rope_from(
+    config: Config, head_dim: int, *, layer_type: str | None = None, theta: float = 10000.0
+) -> Rope:
     """Read the rule: new-style `rope_parameters`, or `rope_theta` and `rope_scaling`.
 
-    dim: rotated dims R of a head. layer_type: key of a nested `rope_parameters`, if there is one.
+    head_dim: D; `partial_rotary_factor` says how much of it is rotated. layer_type: given where
+    `rope_parameters` has an entry for each type. theta: what a missing rope_theta means.
     """
+    theta = config.float("rope_theta", theta)
+    share = config.float("partial_rotary_factor", 1.0)
     parameters = config.level("rope_parameters")
-    if parameters is not None:
-        if layer_type is not None and layer_type in parameters:
-            parameters = parameters.level(layer_type)
-        scaling = parameters
-    else:
-        scaling = config.level("rope_scaling")
-    theta = config.float("rope_theta", 10000.0)
+    scaling = config.level("rope_scaling") if parameters is None else _own(parameters, layer_type)
     if scaling is None:
-        return _fixed(_plain(theta, dim))
+        scaling = Config({}, config.where)
     theta = scaling.float("rope_theta", theta)
-    if theta <= 0:
-        raise CheckpointError(f"{scaling.where}: rope_theta must be positive, but is {theta}")
+    share = scaling.float("partial_rotary_factor", share)
     kind = scaling.str("rope_type", scaling.str("type", "default"))
     if kind not in _RULES:
         raise CheckpointError(
-            f"{scaling.where}: rope type {kind!r} is not supported (known: {', '.join(_RULES)})"
+            f"{scaling.where}: rope type {kind!r:.80} is not supported (known: {', '.join(_RULES)})"
         )
-    return _RULES[kind](scaling, config, theta, dim)
+    dim = int(head_dim * share)
+    if not 2 <= dim <= head_dim or dim % 2:
+        raise CheckpointError(
+            f"{scaling.where}: partial_rotary_factor {share} of head_dim {head_dim} is {dim} "
+            "dims, must be an even number of them"
+        )
+    longest = config.int("max_position_embeddings", 2048)
+    try:
+        if theta <= 0:
+            raise ValueError
+        with np.errstate(all="ignore"):
+            rope = _RULES[kind](scaling, config, theta, dim)
+            tried = [rope.inv_freq(length) for length in (1, longest, 2 * longest)]
+        if not (np.isfinite(tried).all() and math.isfinite(rope.factor)):
+            raise ValueError
+    except (ArithmeticError, ValueError):
+        numbers = {**scaling.values, "rope_theta": theta}
+        raise CheckpointError(
+            f"{scaling.where}: the numbers of rope type {kind!r} make no frequencies: "
+            f"{numbers!r:.200}"
+        ) from None
+    return rope
+
+
+def no_rope(head_dim: int) -> Rope:
+    """Of a layer without positions: every angle is 0, and a rotation by 0 changes no bit.
+
+    As wide as other layers' tables, so that one kernel with one shape serves all of them.
+    """
+    return _fixed(np.zeros(head_dim // 2))
+
+
+def _own(parameters: Config, layer_type: str | None) -> Config:
+    """`rope_parameters`, or the entry in it where ropes differ between types of layers."""
+    nested = sorted(k for k, v in parameters.values.items() if isinstance(v, dict))
+    if layer_type is None and not nested:
+        return parameters
+    entry = parameters.level(layer_type) if layer_type is not None else None
+    if entry is None:
+        raise CheckpointError(
+            f"{parameters.where} has entries for {', '.join(nested) or 'all layers'}, "
+            f"but must have one for {layer_type or 'all layers'}"
+        )
+    return entry
 
 
 def _plain(theta: float, dim: int) -> Frequencies:
@@ -86,7 +136,7 @@ def _llama3(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
     inv_freq = _plain(theta, dim)
     factor = _factor(scaling)
     low, high = scaling.float("low_freq_factor"), scaling.float("high_freq_factor")
-    original = scaling.int("original_max_position_embeddings")
+    original = _original(scaling, config)
     if not 0 < low < high:
         raise CheckpointError(f"{scaling.where}: low_freq_factor must lie under high_freq_factor")
     # turns: how often a frequency goes round within the original context.
@@ -108,7 +158,8 @@ def _dynamic(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
 
 
 def _yarn(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
-    factor, original = _factor(scaling), _original(scaling, config)
+    original = _original(scaling, config)
+    factor = _factor(scaling, config.int("max_position_embeddings", original) / original)
     fast, slow = scaling.float("beta_fast", 32.0), scaling.float("beta_slow", 1.0)
 
     def dim_of(turns: float) -> float:
@@ -126,14 +177,9 @@ def _yarn(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
     def magnitude(m: float) -> float:
         return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    both = "mscale" in scaling and "mscale_all_dim" in scaling
-    if "attention_factor" in scaling:
-        attention = scaling.float("attention_factor")
-    elif both:
-        attention = magnitude(scaling.float("mscale")) / magnitude(scaling.float("mscale_all_dim"))
-    else:
-        attention = magnitude(1.0)
-    return _fixed(inv_freq, attention)
+    above, below = scaling.float("mscale", 0.0), scaling.float("mscale_all_dim", 0.0)
+    both = magnitude(above) / magnitude(below) if above and below else magnitude(1.0)
+    return _fixed(inv_freq, scaling.float("attention_factor", both))
 
 
 def _longrope(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
@@ -147,8 +193,8 @@ def _longrope(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
     return Rope(lambda length: short if length <= original else long, factor)
 
 
-def _factor(scaling: Config) -> float:
-    factor = scaling.float("factor")
+def _factor(scaling: Config, default: float | None = None) -> float:
+    factor = scaling.float("factor", default)
     if factor <= 0:
         raise CheckpointError(f"{scaling.where}: factor must be positive, but is {factor}")
     return factor
@@ -157,9 +203,9 @@ def _factor(scaling: Config) -> float:
 def _original(scaling: Config, config: Config) -> int:
     """The context the model was first trained with. Phi keeps it beside rope_scaling, not in it."""
     key = "original_max_position_embeddings"
-    if key in scaling:
-        return scaling.int(key)
-    return config.int(key, config.int("max_position_embeddings"))
+    if key in config:
+        return config.int(key)
+    return scaling.int(key, config.int("max_position_embeddings", 2048))
 
 
 _RULES: dict[str, Callable[[Config, Config, float, int], Rope]] = {

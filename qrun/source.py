@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ SMALL_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+_EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # mixtral's
 # Activations of these models pass the largest float16
 _WIDE_RANGE = ("gemma", "gemma2", "gemma3", "gemma3_text")
 
@@ -109,6 +111,7 @@ def read_folder(path: Path) -> Source:
         for name, t in sorted(found.items(), key=lambda item: _natural(item[0]))
         if t.start < t.stop and not name.endswith("rotary_emb.inv_freq")
     ]
+    tensors = _stack_experts(path, tensors)
     declared = config.get("torch_dtype", config.get("dtype"))
     notes: list[str] = []
     if not (path / "tokenizer.json").is_file():
@@ -116,6 +119,40 @@ def read_folder(path: Path) -> Source:
     copies = [path / name for name in SMALL_FILES if (path / name).is_file()]
     dtype = sixteen_bit_type(model_type, declared, tensors)
     return Source("huggingface", path, config, tensors, dtype, copies=copies, notes=notes)
+
+
+def _stack_experts(path: Path, tensors: list[SourceTensor]) -> list[SourceTensor]:
+    """Experts listed one by one (N, K) as the one stack (E, N, K) of the MLX community's files."""
+    stacks: dict[str, list[SourceTensor]] = {}
+    for t in tensors:
+        found = re.fullmatch(r"(.+)\.experts\.(\d+)\.(\w+)\.weight", t.name)
+        name = t.name
+        if found:
+            projection = _EXPERT_NAMES.get(found[3], found[3])
+            name = f"{found[1]}.switch_mlp.{projection}.weight"
+            if int(found[2]) != len(stacks.get(name, [])):
+                raise CheckpointError(f"{path}: an expert is missing before {t.name}")
+        stacks.setdefault(name, []).append(t)
+    return [
+        _stack(path, name, parts) if name != parts[0].name else parts[0]
+        for name, parts in stacks.items()
+    ]
+
+
+def _stack(path: Path, name: str, parts: list[SourceTensor]) -> SourceTensor:
+    first = parts[0]
+    for t in parts:
+        if (t.shape, t.stored) != (first.shape, first.stored) or len(t.shape) != 2:
+            raise CheckpointError(f"{path}: {t.name} and {first.name} differ in shape or type")
+    n = first.shape[0]
+
+    def rows(i: int, j: int) -> Bytes:
+        pieces = [
+            parts[e].rows(max(i - e * n, 0), min(j - e * n, n)) for e in range(i // n, -(-j // n))
+        ]
+        return np.concatenate(pieces)
+
+    return SourceTensor(name, (len(parts), *first.shape), first.stored, rows)
 
 
 def _map(path: Path) -> Bytes:

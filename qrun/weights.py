@@ -7,6 +7,7 @@ lists them all. What a matrix is stored as is read off its shapes and compared w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, Protocol, cast
 
 import mlx.core as mx
@@ -14,10 +15,23 @@ import mlx.core as mx
 from qrun.checkpoint import Tensor
 from qrun.config import Config
 from qrun.errors import CheckpointError
-from qrun.layers import AnyLinear, Embedding, Linear, QuantizedLinear, RMSNorm, Stacked
+from qrun.layers import (
+    AnyLinear,
+    DenseExperts,
+    Embedding,
+    Experts,
+    LayerNorm,
+    Linear,
+    QuantizedLinear,
+    RMSNorm,
+    Stacked,
+)
 from qrun.ops import QuantizedMatrix
+from qrun.ops.gather_qmm import has_kernel
 from qrun.quantization import MODES, Quantization, infer
 
+_WRAPPER = "language_model."  # in front of every name where text is one part of several
+ENOUGH = 500  # problems after which none is looked for
 SHOWN = 8  # problems listed before "and N more"
 
 
@@ -39,6 +53,7 @@ class Weights:
         declared: Declared,
         dtype: mx.Dtype,
         *,
+        pack: bool = True,
         prefix: str = "",
         root: Weights | None = None,
     ) -> None:
@@ -48,15 +63,25 @@ class Weights:
         self.prefix = prefix
         self._root = root or self
         if root is None:
+            self.pack = pack  # False: leave matrices as the file has them, nothing is evaluated
             self.problems: list[str] = []
             self.taken: set[str] = set()
-            self.slow: list[str] = []  # stacks whose parts differ in format
+            self.dropped: set[str] = set()  # taken, but not needed
+            self.unread = 0.0  # bytes of parameters that a decode step does not read
+            self.slow: list[str] = []  # what takes a slower way than a fused kernel, and why
+            # module path -> parameters, and how they are stored
+            self.formats: dict[str, tuple[int, Quantization | mx.Dtype]] = {}
 
     def at(self, name: str) -> Weights:
         """The view one level down: names below are relative to `name`."""
         return Weights(
             self.source, self.declared, self.dtype, prefix=f"{self.prefix}{name}.", root=self._root
         )
+
+    def need_range(self) -> None:
+        """Compute in bfloat16 where float16 was asked for: the model leaves float16's range."""
+        if self._root.dtype == mx.float16:
+            self._root.dtype = self.dtype = mx.bfloat16
 
     def vector(self, name: str, n: int) -> mx.array:
         """A dense tensor (n,), in its own type."""
@@ -66,27 +91,79 @@ class Weights:
     def norm(self, name: str, k: int, eps: float, *, plus_one: bool = False) -> RMSNorm:
         """The RMS norm `name.weight` (k,); plus_one: the checkpoint stores weight - 1 (gemma)."""
         weight = self.vector(f"{name}.weight", k).astype(mx.float32)
-        return RMSNorm(weight + 1 if plus_one else weight, eps)
+        return RMSNorm(self._ready(weight + 1 if plus_one else weight), eps)
+
+    def layer_norm(self, name: str, k: int, eps: float) -> LayerNorm:
+        """The layer norm `name.weight` (k,), without a bias."""
+        return LayerNorm(self._ready(self.vector(f"{name}.weight", k).astype(mx.float32)), eps)
 
     def linear(
-        self, *names: str, n: tuple[int, ...], k: int, bias: bool = False, interleave: bool = False
+        self,
+        *names: str,
+        n: tuple[int, ...],
+        k: int,
+        bias: bool = False,
+        interleave: bool = False,
+        pairs: tuple[int, ...] | None = None,
     ) -> AnyLinear:
         """One linear, or several over the same x as one matrix: rows stacked or interleaved.
 
-        Part i is `names[i]`, n[i] x k. Parts whose formats differ stay separate (right, slower).
+        Part i is `names[i]`, n[i] x k. A single name with `interleave` is a matrix that the file
+        holds fused: its upper half is interleaved with its lower. pairs: for each part the dims D
+        of its heads if rows 2i and 2i+1 of a head are to come to lie at i and i + D/2, else 0.
+        Parts whose formats differ stay separate (right, slower).
         """
         parts = [self._part(name, rows, k, bias) for name, rows in zip(names, n, strict=True)]
+        if pairs is not None and not self._root.problems:
+            parts = [
+                _rows(part, _pairs_apart(rows, d)) if d else part
+                for part, rows, d in zip(parts, n, pairs, strict=True)
+            ]
+        if interleave and len(parts) == 1:
+            half = n[0] // 2
+            parts = [_rows(parts[0], slice(0, half)), _rows(parts[0], slice(half, n[0]))]
         joined = parts[0] if len(parts) == 1 else self._join(parts, interleave, names)
         if isinstance(joined, Stacked):
-            joined = Stacked(tuple(_packed(p) for p in joined.parts), joined.interleave)
+            joined = Stacked(tuple(self._packed(p) for p in joined.parts), joined.interleave)
         else:
-            joined = _packed(joined)
+            joined = self._packed(joined)
         self.source.release()
         return joined
 
+    def experts(
+        self, *names: tuple[str, str], count: int, n: int, k: int
+    ) -> Experts | DenseExperts:
+        """`count` experts, each n x k: stacked as `switch_mlp.A`, or listed as `experts.N.B`.
+
+        names: the pairs (A, B). Two of them, gate and up, become one with their rows interleaved.
+        """
+        parts = [self._expert_part(a, b, count, n, k) for a, b in names]
+        path = f"{self.prefix}{{{','.join(a for a, _ in names)}}}"
+        if len(parts) == 2:
+            whole = self._join(parts, True, tuple(a for a, _ in names))
+            if isinstance(whole, Stacked):
+                self._note(f"{path}: experts of several formats are not supported")
+                whole = Linear(mx.zeros((count, 1)))
+        else:
+            whole = parts[0]
+        self.source.release()
+        if isinstance(whole, Linear):
+            width = whole.weight.shape[1]
+            return DenseExperts(self._ready(whole.weight.reshape(count, -1, width)))
+        if has_kernel():
+            whole = self._packed(whole)
+        else:
+            self._root.slow.append(f"{path}: no kernel for experts here, MLX's own op runs")
+            # MLX's op wants scales in the type of x: converted here once, not in every step.
+            whole = QuantizedLinear(_float_scales(whole.matrix))
+            if self._computes:
+                mx.eval(whole.matrix.w, whole.matrix.scales, whole.matrix.biases)
+        assert isinstance(whole, QuantizedLinear)
+        return Experts(whole.matrix, count)
+
     def embedding(self, name: str, n: int, k: int) -> Embedding:
         """The embedding table `name`, n x k."""
-        part = _packed(self._part(name, n, k, bias=False))
+        part = self._packed(self._part(name, n, k, bias=False))
         self.source.release()
         if isinstance(part, QuantizedLinear):
             return Embedding(part.matrix, self.dtype)
@@ -99,20 +176,54 @@ class Weights:
     def drop(self, name: str) -> None:
         """Tensors below `name` may be there and are not needed."""
         at = self.prefix + name
-        self._root.taken |= {t for t in self.source.tensors if t == at or t.startswith(at + ".")}
+        found = {t for t in self.source.tensors if t == at or t.startswith(at + ".")}
+        self._root.taken |= found
+        self._root.dropped |= found
 
-    def finish(self, folder: object) -> None:
-        """Raise CheckpointError listing everything missing, mis-shaped or left over."""
+    def seldom(self, *names: str, share: float) -> None:
+        """A decode step reads this share of what lies below `names`: rows, or chosen experts."""
+        for name in names:
+            at = f"{self.prefix}{name}."
+            below = [t for n, t in self.source.tensors.items() if n.startswith(at)]
+            self._root.unread += (1 - share) * sum(t.stop - t.start for t in below)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters asked for so far."""
+        tensors, root = self.source.tensors, self._root
+        return sum(tensors[n].stop - tensors[n].start for n in root.taken - root.dropped)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of parameters that a decode step reads."""
+        return self.nbytes - int(self._root.unread)
+
+    def all_problems(self) -> list[str]:
+        """Everything missing, mis-shaped or left over, each in a line."""
         root = self._root
         ignored = ("rotary_emb.inv_freq",)
         left = sorted(
             t for t in self.source.tensors if t not in root.taken and not t.endswith(ignored)
         )
-        problems = root.problems + [f"{name} is unexpected" for name in left]
+        return root.problems + [f"{name:.200} is unexpected" for name in left]
+
+    def finish(self, folder: object) -> None:
+        """Raise CheckpointError if there are problems, listing the first of them."""
+        problems = self.all_problems()
         if problems:
             more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise CheckpointError(
                 f"{folder} does not fit its config.json: {'; '.join(problems[:SHOWN])}{more}"
+            )
+
+    def _note(self, problem: str) -> None:
+        """Collect a problem. So many of them mean that config.json is of another model: give up."""
+        problems = self._root.problems
+        problems.append(problem)
+        if len(problems) >= ENOUGH:
+            raise CheckpointError(
+                f"the weights are not those that config.json describes: "
+                f"{'; '.join(problems[:SHOWN])}; and at least {ENOUGH - SHOWN} more"
             )
 
     def _take(self, name: str, shape: tuple[int, ...] | None) -> mx.array | None:
@@ -120,63 +231,114 @@ class Weights:
         root = self._root
         tensor = self.source.tensors.get(name)
         if tensor is None:
-            root.problems.append(f"{name} is missing")
+            self._note(f"{name} is missing")
             return None
         root.taken.add(name)
         if shape is not None and tensor.shape != shape:
-            root.problems.append(f"{name} has shape {list(tensor.shape)}, must be {list(shape)}")
+            self._note(f"{name} has shape {list(tensor.shape)}, must be {list(shape)}")
             return None
         return self.source.read(name)
 
-    def _part(self, name: str, n: int, k: int, bias: bool) -> QuantizedLinear | Linear:
+    def _part(
+        self, name: str, n: int, k: int, bias: bool, *, stack: int = 0
+    ) -> QuantizedLinear | Linear:
+        """Linear `name`, n x k. stack: so many of them, in one tensor of three axes."""
         path = self.prefix + name
         offset = self._take(f"{path}.bias", (n,)) if bias else None
         declared = self.declared.of(path)
         if declared is False:
             self.drop(f"{name}.scales")
             self.drop(f"{name}.biases")
+        lead = (stack,) if stack else ()
+        count = max(stack, 1)
         if declared is False or not self.has(f"{name}.scales"):
-            weight = self._take(f"{path}.weight", (n, k))
-            return Linear(mx.zeros((n, 1)) if weight is None else weight, offset)
-        matrix = self._matrix(path, n, k, declared)
+            weight = self._take(f"{path}.weight", (*lead, n, k))
+            if weight is None:
+                return Linear(mx.zeros((count * n, 1)), offset)
+            self._root.formats[path] = (count * n * k, weight.dtype)
+            self._root.slow.append(f"{path}: not quantized, a plain product runs")
+            return Linear(weight.reshape(-1, k), offset)
+        matrix = self._matrix(path, lead, n, k, declared)
         if matrix is None:
-            return Linear(mx.zeros((n, 1)), offset)
+            return Linear(mx.zeros((count * n, 1)), offset)
+        self._root.formats[path] = (count * n * k, matrix.spec)
+        if not matrix.has_kernel:
+            self._root.slow.append(f"{path}: no kernel for {matrix.spec} here, MLX's own op runs")
         return QuantizedLinear(matrix, offset)
 
+    def _packed(self, part: QuantizedLinear | Linear) -> QuantizedLinear | Linear:
+        """In the layout of the backend's kernels, and computed: what it came from can be freed."""
+        if not self._computes:
+            return part
+        if isinstance(part, Linear):
+            mx.eval(part.weight, part.bias)
+            return part
+        matrix = part.matrix.pack()
+        mx.eval(matrix.w, matrix.scales, matrix.biases, part.bias)
+        return QuantizedLinear(matrix, part.bias)
+
+    def _ready(self, array: mx.array) -> mx.array:
+        """The same, computed."""
+        if self._computes:
+            mx.eval(array)
+        return array
+
+    @property
+    def _computes(self) -> bool:
+        """Not for a look at headers, and no longer once there is a problem."""
+        return self._root.pack and not self._root.problems
+
+    def _expert_part(
+        self, stacked: str, listed: str, count: int, n: int, k: int
+    ) -> QuantizedLinear | Linear:
+        """All experts' rows below each other, (count * n) x k."""
+        if self.has(f"switch_mlp.{stacked}.weight"):
+            return self._part(f"switch_mlp.{stacked}", n, k, bias=False, stack=count)
+        parts = [self._part(f"experts.{e}.{listed}", n, k, bias=False) for e in range(count)]
+        whole = self._join(parts, False, (f"experts.*.{listed}",))
+        if isinstance(whole, Stacked):
+            self._note(
+                f"{self.prefix}experts.*.{listed}: experts of several formats are not supported"
+            )
+            return Linear(mx.zeros((n, 1)))
+        return whole
+
     def _matrix(
-        self, path: str, n: int, k: int, declared: Quantization | None
+        self, path: str, lead: tuple[int, ...], n: int, k: int, declared: Quantization | None
     ) -> QuantizedMatrix | None:
-        tensors, problems = self.source.tensors, self._root.problems
+        tensors = self.source.tensors
         w, scales = tensors.get(f"{path}.weight"), tensors[f"{path}.scales"]
         if w is None or w.dtype != "U32":
-            self._root.taken.update((f"{path}.weight", f"{path}.scales", f"{path}.biases"))
+            self.drop(path.removeprefix(self.prefix))
             kind = "missing" if w is None else f"of type {w.dtype}, must be U32"
-            problems.append(f"{path}.weight is {kind}")
+            self._note(f"{path}.weight is {kind}")
             return None
         try:
-            spec = infer(k, w.shape, scales.shape, float_scales=scales.dtype != "U8")
+            if w.shape[: len(lead)] != lead or scales.shape[: len(lead)] != lead:
+                raise ValueError(f"w {w.shape} and scales {scales.shape} must begin with {lead}")
+            float_scales = scales.dtype != "U8"
+            own = (w.shape[len(lead) :], scales.shape[len(lead) :])
+            spec = infer(k, *own, float_scales=float_scales)
         except ValueError as error:
-            self._root.taken.update((f"{path}.weight", f"{path}.scales", f"{path}.biases"))
-            problems.append(f"{path}: {error}")
+            self.drop(path.removeprefix(self.prefix))
+            self._note(f"{path}: {error}")
             return None
         if declared is not None and declared != spec:
-            problems.append(
-                f"{path}.weight is {spec} by its shape, but config.json says {declared}"
-            )
+            self._note(f"{path}.weight is {spec} by its shape, but config.json says {declared}")
         groups = (n, k // spec.group_size)
         arrays = [
-            self._take(f"{path}.weight", (n, k * spec.bits // 32)),
-            self._take(f"{path}.scales", groups),
-            self._take(f"{path}.biases", groups) if spec.mode == "affine" else None,
+            self._take(f"{path}.weight", (*lead, n, k * spec.bits // 32)),
+            self._take(f"{path}.scales", (*lead, *groups)),
+            self._take(f"{path}.biases", (*lead, *groups)) if spec.mode == "affine" else None,
         ]
         if any(a is None for a in arrays[: 3 if spec.mode == "affine" else 2]):
             return None
-        weight, scale, offset = arrays
+        weight, scale, offset = (None if a is None else a.reshape(-1, a.shape[-1]) for a in arrays)
         assert weight is not None
         assert scale is not None
         if offset is not None and offset.dtype != scale.dtype:
             types = [str(a.dtype).removeprefix("mlx.core.") for a in (offset, scale)]
-            problems.append(f"{path}.biases is {types[0]}, but scales are {types[1]}")
+            self._note(f"{path}.biases is {types[0]}, but scales are {types[1]}")
             return None
         return QuantizedMatrix.of(weight, scale, offset, spec)
 
@@ -193,23 +355,41 @@ class Weights:
         matrices = [p.matrix for p in parts if isinstance(p, QuantizedLinear)]
         same = len({(m.spec, m.k, m.scale_dtype) for m in matrices}) == 1
         if len(matrices) == len(parts) and same:
-            whole = matrices[0]
+            return QuantizedLinear(matrices[0].stacked(*matrices[1:], interleave=interleave), bias)
+        dense = [p.weight for p in parts if isinstance(p, Linear)]
+        if len(dense) == len(parts) and len({(w.dtype, w.shape[1]) for w in dense}) == 1:
             if interleave:
-                whole = whole.stacked(matrices[1], interleave=True)
-            else:
-                for matrix in matrices[1:]:
-                    whole = whole.stacked(matrix)
-            return QuantizedLinear(whole, bias)
-        self._root.slow.append(f"{self.prefix}{{{','.join(names)}}}")
+                return Linear(mx.stack(dense, axis=1).reshape(-1, dense[0].shape[1]), bias)
+            return Linear(mx.concatenate(dense), bias)
+        path = f"{self.prefix}{{{','.join(names)}}}"
+        self._root.slow.append(f"{path}: formats differ, so these run one by one")
         return Stacked(tuple(parts), interleave)
 
 
-def _packed(part: QuantizedLinear | Linear) -> QuantizedLinear | Linear:
-    return (
-        QuantizedLinear(part.matrix.pack(), part.bias)
-        if isinstance(part, QuantizedLinear)
-        else part
-    )
+def _pairs_apart(rows: int, d: int) -> mx.array:
+    """Row numbers that bring dims 2i and 2i+1 of each head of D to i and i + D/2."""
+    return mx.arange(rows, dtype=mx.int32).reshape(-1, d // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _rows(part: QuantizedLinear | Linear, rows: slice | mx.array) -> QuantizedLinear | Linear:
+    """Some rows of a linear, or all in another order. Packed rows move whole."""
+
+    def take(a: mx.array | None) -> mx.array | None:
+        return None if a is None else a[rows]
+
+    bias = take(part.bias)
+    if isinstance(part, Linear):
+        return Linear(part.weight[rows], bias)
+    w, scales, biases = (take(a) for a in (part.matrix.w, part.matrix.scales, part.matrix.biases))
+    assert w is not None
+    assert scales is not None
+    return QuantizedLinear(QuantizedMatrix.of(w, scales, biases, part.matrix.spec), bias)
+
+
+def _float_scales(m: QuantizedMatrix) -> QuantizedMatrix:
+    if m.scales is None or m.biases is None:
+        return m
+    return replace(m, scales=m.scales.astype(mx.float32), biases=m.biases.astype(mx.float32))
 
 
 class Declared:
@@ -224,7 +404,7 @@ class Declared:
             method = "mlx" if level is None else level.str("quant_method", "mlx")
             if level is not None and method != "mlx":
                 raise CheckpointError(
-                    f"{level.where}: quantization method {method!r} is not supported",
+                    f"{level.where}: quantization method {method!r:.80} is not supported",
                     hint="qrun reads MLX's formats: affine, mxfp4, nvfp4, mxfp8",
                 )
         self.default: Quantization | None = None
@@ -233,7 +413,7 @@ class Declared:
             return
         self.default = _spec(level)
         for key, value in level.values.items():
-            name = key.removeprefix("language_model.")
+            name = key.removeprefix(_WRAPPER)
             if isinstance(value, dict):
                 where = f"{level.where}: {key}"
                 entry = Config(cast("dict[str, Any]", value), where)
@@ -244,14 +424,15 @@ class Declared:
 
     def of(self, path: str) -> Quantization | Literal[False] | None:
         """The entry for a module; False: dense; None: config.json says nothing."""
-        return self.layers.get(path, self.default)
+        return self.layers.get(path.removeprefix(_WRAPPER), self.default)
 
 
 def _spec(level: Config) -> Quantization:
     """An entry's spec; missing numbers are the mode's defaults."""
     mode = level.str("mode", "affine")
     if mode not in MODES:
-        raise CheckpointError(f"{level.where}: unknown mode {mode!r} (known: {', '.join(MODES)})")
+        known = ", ".join(MODES)
+        raise CheckpointError(f"{level.where}: unknown mode {mode!r:.80} (known: {known})")
     group, bits = MODES[mode]
     try:
         return Quantization(level.int("bits", bits), level.int("group_size", group), mode)

@@ -1,4 +1,4 @@
-"""Record the greedy text that mlx-lm generates with the converted SmolLM2, for tests/test_smollm2.py.
+"""Record the greedy text that mlx-lm generates with the converted SmolLM2: tests/test_smollm2.py.
 
 Run in a virtual environment of its own that has mlx-lm (tests need only the file it writes):
 

@@ -127,6 +127,21 @@ def cli() -> Run:
 
 
 @pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
+    """The same command line in this process, for the many runs that end before any text."""
+    from qrun.cli import main
+
+    def run(*args: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["qrun", *map(str, args)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfdbinary.readouterr()
+        return Outcome(int(ended.value.code or 0), out, err.decode())
+
+    return run
+
+
+@pytest.fixture
 def python() -> Callable[..., str]:
     """Run Python code in a fresh process and return what it prints; it must succeed."""
 

@@ -215,10 +215,11 @@ def tiny_tokenizer() -> dict[str, Any]:
     }
 
 
-def tiny_llama(
+def tiny_gguf(
     rng: np.random.Generator,
     kind: str = "Q4_0",
     *,
+    arch: str = "llama",
     hidden: int = 64,
     inner: int = 96,
     heads: int = 4,
@@ -227,43 +228,56 @@ def tiny_llama(
     tied: bool = True,
     biases: bool = False,
 ) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...], bytes]]]:
-    """Metadata and tensors of a small llama, its matrices of the given type."""
+    """Metadata and tensors of a small model, its matrices of the given type."""
     metadata = tiny_tokenizer()
     vocab = len(metadata["tokenizer.ggml.tokens"])
-    metadata |= {
-        "general.architecture": "llama",
-        "llama.block_count": layers,
-        "llama.context_length": 128,
-        "llama.embedding_length": hidden,
-        "llama.feed_forward_length": inner,
-        "llama.attention.head_count": heads,
-        "llama.attention.head_count_kv": kv_heads,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.freq_base": 10000.0,
+    numbers = {
+        "block_count": layers,
+        "context_length": 128,
+        "embedding_length": hidden,
+        "feed_forward_length": inner,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 10000.0,
     }
-    kv = hidden // heads * kv_heads
+    head_dim = hidden // heads
+    if arch in ("qwen3", "gemma3"):
+        head_dim = 32  # not hidden / heads
+        numbers |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if arch in ("gemma3", "phi3"):
+        numbers["attention.sliding_window"] = 16
+    metadata["general.architecture"] = arch
+    metadata |= {f"{arch}.{key}": value for key, value in numbers.items()}
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
 
     def add(name: str, *shape: int) -> None:
         stored = kind if len(shape) > 1 else "F32"
         tensors[name] = (stored, shape, random_blocks(stored, shape, rng))
 
+    q, kv = heads * head_dim, kv_heads * head_dim
+    matrices = {"attn_output": (hidden, q), "ffn_down": (hidden, inner)}
+    if arch == "phi3":
+        matrices |= {"attn_qkv": (q + 2 * kv, hidden), "ffn_up": (2 * inner, hidden)}
+    else:
+        matrices |= {"attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)}
+        matrices |= {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden)}
+    norms = {"attn_norm": hidden, "ffn_norm": hidden}
+    if arch == "gemma3":
+        norms |= {"post_attention_norm": hidden, "post_ffw_norm": hidden}
+    if arch in ("gemma3", "qwen3"):
+        norms |= {"attn_q_norm": head_dim, "attn_k_norm": head_dim}
+    with_bias = set(matrices) if biases else set()
+    if arch == "qwen2":
+        with_bias = {"attn_q", "attn_k", "attn_v"}
     add("token_embd.weight", vocab, hidden)
     for i in range(layers):
-        for name, n, k in (
-            ("attn_q", hidden, hidden),
-            ("attn_k", kv, hidden),
-            ("attn_v", kv, hidden),
-            ("attn_output", hidden, hidden),
-            ("ffn_gate", inner, hidden),
-            ("ffn_up", inner, hidden),
-            ("ffn_down", hidden, inner),
-        ):
+        for name, (n, k) in matrices.items():
             add(f"blk.{i}.{name}.weight", n, k)
-            if biases:
+            if name in with_bias:
                 add(f"blk.{i}.{name}.bias", n)
-        add(f"blk.{i}.attn_norm.weight", hidden)
-        add(f"blk.{i}.ffn_norm.weight", hidden)
+        for name, n in norms.items():
+            add(f"blk.{i}.{name}.weight", n)
     add("output_norm.weight", hidden)
     if not tied:
         add("output.weight", vocab, hidden)

@@ -26,18 +26,14 @@ class ReferenceModel:
         self.raw: dict[str, npt.NDArray[Any]] = {}
         for path in sorted(folder.glob("*.safetensors")):
             self.raw |= read_safetensors(path)
-        self._values: dict[str, Array] = {}
 
     def __getitem__(self, name: str) -> Array:
         """The values of a weight, dequantized if it comes with scales."""
-        if name not in self._values:
-            path = name.removesuffix(".weight")
-            if f"{path}.scales" in self.raw:
-                scales, biases = self.raw[f"{path}.scales"], self.raw[f"{path}.biases"]
-                self._values[name] = dequantize(self.raw[name], scales, biases, self.width(name))
-            else:
-                self._values[name] = self.raw[name].astype(np.float64)
-        return self._values[name]
+        path = name.removesuffix(".weight")
+        if f"{path}.scales" not in self.raw:
+            return self.raw[name].astype(np.float64)
+        scales, biases = self.raw[f"{path}.scales"], self.raw[f"{path}.biases"]
+        return dequantize(self.raw[name], scales, biases, self.width(name))
 
     def width(self, name: str) -> int:
         """The inputs of a linear layer, from the architecture."""
@@ -138,8 +134,11 @@ def dequantize(
 ) -> Array:
     """Affine w (N, words) of k columns: scale * q + bias, q read as a bit stream per row."""
     n, bits, group = len(w), w.shape[1] * 32 // k, k // scales.shape[1]
-    stream = np.unpackbits(w.view(np.uint8), axis=1, bitorder="little").reshape(n, k, bits)
-    q = stream.astype(np.float64) @ (2.0 ** np.arange(bits))
+    # Code i lies at bit i * bits of its row, perhaps across two words: take both as one of 64 bits.
+    word, shift = np.divmod(np.arange(k) * bits, 32)
+    wide = np.pad(w, ((0, 0), (0, 1))).astype(np.uint64)
+    both = wide[:, word] | wide[:, word + 1] << np.uint64(32)
+    q = (both >> shift.astype(np.uint64) & np.uint64(2**bits - 1)).astype(np.float64)
     grouped = q.reshape(n, -1, group)
     values = grouped * scales.astype(np.float64)[..., None] + biases.astype(np.float64)[..., None]
     return values.reshape(n, k)

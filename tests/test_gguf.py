@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import struct
+import sys
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 
 from qrun import gguf_blocks
-from qrun.errors import CheckpointError
-from qrun.gguf import open_gguf
+from qrun.errors import CheckpointError, QrunError
+from qrun.gguf import TYPES, open_gguf
 from qrun.gguf_config import llama3_factors
-from qrun.gguf_pretokenizers import PRE_TOKENIZERS
-from qrun.gguf_tokenizer import tokenizer_files
-from tests.gguf_writer import random_blocks, reference, tiny_llama, tiny_tokenizer, write_gguf
+from tests.gguf_writer import random_blocks, reference, tiny_gguf, write_gguf
 
+TYPES_BY_NAME = {name: (block, size) for name, block, size in TYPES.values()}
 SHORT_TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 
 
@@ -66,6 +64,34 @@ def test_extreme_scales() -> None:
     assert (scales[:, 0] == d).all()
 
 
+@pytest.mark.parametrize("kind", TYPES_BY_NAME)
+def test_dequantize_like_the_gguf_package(kind: str) -> None:
+    """All types of the container, on random bits; the rarer ones are the package's own work."""
+    quants = pytest.importorskip("gguf.quants")
+    kinds = pytest.importorskip("gguf.constants").GGMLQuantizationType
+    rng = np.random.default_rng(9)
+    if kind in ("F32", "F16", "BF16") or kind in SHORT_TYPES:
+        raw = random_blocks(kind, (4, 512), rng)
+    else:
+        block, size = TYPES_BY_NAME[kind]
+        raw = rng.integers(0, 60, (4, 512 // block * size), dtype=np.uint8).tobytes()
+    rows = np.frombuffer(raw, np.uint8).reshape(4, -1)
+    gguf_blocks.require_reader(kind)
+    found = gguf_blocks.dequantize(kind, rows)
+    expected = quants.dequantize(rows, kinds[kind]).reshape(4, -1)
+    assert found.shape == (4, 512)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-22 * np.abs(expected).max())
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf.quants", None)
+    gguf_blocks.require_reader("Q6_K")
+    with pytest.raises(QrunError, match="Q2_K need the package gguf") as error:
+        gguf_blocks.require_reader("Q2_K")
+    assert error.value.hint == "pip install 'qrun[convert]'"
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_pack(bits: int) -> None:
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (3, 96), dtype=np.uint8)
@@ -77,11 +103,11 @@ def test_pack(bits: int) -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    return write_gguf(tmp_path / "small.gguf", *tiny_llama(np.random.default_rng(1)))
+    return write_gguf(tmp_path / "small.gguf", *tiny_gguf(np.random.default_rng(1)))
 
 
 def test_reads_back(small: Path) -> None:
-    metadata, tensors = tiny_llama(np.random.default_rng(1))
+    metadata, tensors = tiny_gguf(np.random.default_rng(1))
     found = open_gguf(small)
     assert found.metadata.keys() == metadata.keys()
     assert found.metadata["tokenizer.ggml.tokens"] == metadata["tokenizer.ggml.tokens"]
@@ -184,113 +210,6 @@ def test_mutations_never_escape(small: Path) -> None:
             lines.append(str(error))
     assert lines
     assert not any("\n" in line for line in lines)
-
-
-# ---- the tokenizer
-
-
-def built(metadata: dict[str, object]) -> tuple[tokenizers.Tokenizer, dict[str, object]]:
-    texts, _ = tokenizer_files(Path("x.gguf"), metadata, 128)
-    parsed = tokenizers.Tokenizer.from_str(texts["tokenizer.json"])
-    return parsed, json.loads(texts["tokenizer_config.json"])
-
-
-def test_tokenizer() -> None:
-    metadata = tiny_tokenizer()
-    tokenizer, config = built(metadata)
-    text = "hello world\x00 7é <|im_end|>"
-    ids = tokenizer.encode(text).ids
-    tokens = metadata["tokenizer.ggml.tokens"]
-    assert [tokens[i] for i in ids[:2]] == ["hello", "Ġworld"]
-    assert ids[-1] == 2
-    assert tokenizer.decode(ids, skip_special_tokens=False) == text
-    assert tokenizer.decode(ids, skip_special_tokens=True) == text[: -len("<|im_end|>")]
-    assert config["eos_token"] == "<|im_end|>"
-    assert config["chat_template"] == metadata["tokenizer.chat_template"]
-
-
-@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
-def test_every_pre_tokenizer_round_trips(pre: str) -> None:
-    tokenizer, _ = built(tiny_tokenizer() | {"tokenizer.ggml.pre": pre})
-    for text in ("", " ", "I'm 12345, ok?\n\n  yes", "naïve 東京 🙂\t\r\n", "a\x00b"):
-        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
-
-
-@pytest.mark.parametrize(
-    ("pre", "text", "pieces"),
-    [
-        ("smollm", "a 12", ["a", "Ġ", "1", "2"]),
-        ("gpt-2", "a 12 b", ["a", "Ġ12", "Ġb"]),
-        ("llama-bpe", "I'LL 12345", ["I", "'LL", "Ġ", "123", "45"]),
-        ("qwen2", "x 123\n\n y", ["x", "Ġ", "1", "2", "3", "ĊĊ", "Ġy"]),
-        ("tekken", "camelCase12", ["camel", "Case", "1", "2"]),
-        ("gpt-4o", "don't camelCase1234", ["don't", "Ġcamel", "Case", "123", "4"]),
-    ],
-)
-def test_pre_tokenizer_splits(pre: str, text: str, pieces: list[str]) -> None:
-    tokenizer, _ = built(tiny_tokenizer() | {"tokenizer.ggml.pre": pre})
-    assert tokenizer.pre_tokenizer is not None
-    assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
-
-
-def test_bos_once() -> None:
-    tokenizer, config = built(tiny_tokenizer() | {"tokenizer.ggml.add_bos_token": True})
-    assert tokenizer.encode("hello").ids[:2] == [1, tokenizer.token_to_id("hello")]
-    assert 1 not in tokenizer.encode("hello", add_special_tokens=False).ids
-    assert config["add_bos_token"] is True
-
-
-def test_holes_and_user_tokens() -> None:
-    metadata = tiny_tokenizer()
-    count = len(metadata["tokenizer.ggml.tokens"])
-    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "<think>", "[PAD99]"]
-    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 4, 5]
-    tokenizer, _ = built(metadata)
-    assert tokenizer.encode("a<think>b").ids[1] == count
-    assert tokenizer.decode([count], skip_special_tokens=True) == "<think>"
-    assert tokenizer.get_vocab_size() == count + 1
-
-
-def test_stop_tokens() -> None:
-    metadata = tiny_tokenizer() | {"tokenizer.ggml.eos_token_id": 0}
-    texts, ids = tokenizer_files(Path("x.gguf"), metadata, 128)
-    assert ids == {"bos_token_id": 1, "eos_token_id": 0}
-    assert json.loads(texts["generation_config.json"])["eos_token_id"] == [0, 2]
-
-
-def test_several_templates() -> None:
-    metadata = tiny_tokenizer() | {"tokenizer.chat_template.tool_use": "tools"}
-    _, config = built(metadata)
-    assert config["chat_template"] == [
-        {"name": "default", "template": metadata["tokenizer.chat_template"]},
-        {"name": "tool_use", "template": "tools"},
-    ]
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"tokenizer.ggml.pre": "martian"}, "unknown pre-tokenizer 'martian'"),
-        ({"tokenizer.ggml.model": "t5"}, "unknown tokenizer model 't5'"),
-        ({"tokenizer.ggml.tokens": ["a", "a"]}, "token types"),
-        ({"tokenizer.ggml.tokens": [1, 2]}, "not of strings"),
-        ({"tokenizer.ggml.tokens": 5}, "no list"),
-        ({"tokenizer.ggml.merges": ["ab"]}, "malformed merge 'ab'"),
-        ({"tokenizer.ggml.merges": ["zz yy"]}, "damaged tokenizer metadata"),
-        ({"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id is 1000000"),
-    ],
-)
-def test_refuses_bad_tokenizers(change: dict[str, object], reason: str) -> None:
-    with pytest.raises(CheckpointError, match=r"x\.gguf") as error:
-        built(tiny_tokenizer() | change)
-    assert reason in str(error.value)
-
-
-def test_refuses_twice_the_same_token() -> None:
-    metadata = tiny_tokenizer()
-    metadata["tokenizer.ggml.tokens"][7] = metadata["tokenizer.ggml.tokens"][8]
-    with pytest.raises(CheckpointError, match="occurs twice"):
-        built(metadata)
 
 
 def test_llama3_factors() -> None:

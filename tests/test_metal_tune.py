@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,6 +169,10 @@ def test_devices_and_versions_do_not_mix(tmp_path: Path) -> None:
         "Apple M1, 1": {"shape": "Apple M1, 1"},
         "Apple M1, 2": {"shape": "Apple M1, 2"},
     }
+
+
+def test_owner_names_device_and_versions() -> None:
+    assert re.fullmatch(r".+, mlx \d[\w.]*, kernels [0-9a-f]{8}", tune.owner())
 
 
 def test_a_damaged_file_is_an_empty_one(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def quantized(
     dtype: str,
 ) -> dict[str, Stored]:
     """weight, scales and (affine) biases of a random N x K matrix, values of about 1.5/sqrt(K)."""
-    q = rng.integers(0, 1 << bits, (n, k))
+    q = rng.integers(0, 1 << bits, (n, k), dtype=np.uint8)
     groups = (n, k // group_size)
     if mode == "affine":
         top = (1 << bits) - 1
@@ -218,6 +218,8 @@ def quantized(
 
 def pack_bits(q: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint32]:
     """Codes (N, K) -> words (N, K*bits/32): code k in bits k*bits .. k*bits+bits-1 of its row."""
+    if bits == 8:  # the same, quickly: a test may want a large model
+        return q.astype(np.uint8).view("<u4")
     each = (q[:, :, None] >> np.arange(bits)) & 1
     rows = np.packbits(each.reshape(len(q), -1).astype(np.uint8), axis=1, bitorder="little")
     return rows.view("<u4")

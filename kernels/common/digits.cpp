@@ -9,36 +9,16 @@
 //
 // A non-finite x must not vanish in the rounding: its group gets the scale NaN.
 #include "kernels.h"
-#include "vec.h"
+#include "prologue.h"
 
 namespace qrun::QRUN_NS {
 
-static float inverse_rms(const Prologue& p, size_t row, int k) {
-  f32x16 squares = splat(0);
-  int i = 0;
-  for (; i + 16 <= k; i += 16) {
-    f32x16 x = load(at(p.x, p.type, row * k + i), p.type);
-    squares = fma(x, x, squares);
-  }
-  if (i < k) {
-    f32x16 x = load_first(at(p.x, p.type, row * k + i), p.type, k - i);
-    squares = fma(x, x, squares);
-  }
-  return 1.0f / __builtin_sqrtf(sum(squares) / k + p.eps);
-}
-
-// The factor that brings the largest |x| of a group just under `limit`.
+// The factor that brings the largest |x| of a group just under what `count` digits hold.
 static float inverse_scale(int largest_bits, int count) {
+  if (count > 1) return power_below(count == 3 ? 8355000.0f : 32600.0f, largest_bits);
   float largest;
   __builtin_memcpy(&largest, &largest_bits, 4);
-  if (count == 1) return largest > 0x1p-100f ? 127.0f / largest : 0x1p100f;
-  float ratio = (count == 3 ? 8355000.0f : 32600.0f) / largest;
-  if (!(ratio < 0x1p100f)) return 0x1p100f;  // zeros and numbers far below any use
-  uint32_t bits;
-  __builtin_memcpy(&bits, &ratio, 4);
-  bits &= 0x7f800000;  // the power of two below
-  __builtin_memcpy(&ratio, &bits, 4);
-  return ratio;
+  return largest > 0x1p-100f ? 127.0f / largest : 0x1p100f;
 }
 
 // v (16 numbers at k = i of the group) -> digits[d][i..]; digits of one row and chunk are adjacent.

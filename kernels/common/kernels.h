@@ -12,6 +12,7 @@ using ProductTiled = void (*)(const Matrix&, const Digits&, const Epilogue&, int
 extern const ProductTiled product_tiled;
 void rms_norm(const RmsNorm&, int row0, int row1);
 void rope(const Rope&, int item0, int item1);
+void sdpa_turn(const Sdpa&, int item0, int item1);
 void sdpa(const Sdpa&, int item0, int item1);
 void sdpa_merge(const Sdpa&, int item0, int item1);
 void embedding(const Matrix&, const void* ids, bool wide_ids, void* y, Type type, float scale,

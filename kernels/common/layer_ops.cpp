@@ -25,7 +25,7 @@ class RmsNormOp : public CpuPrimitive {
               type_of(in[0].dtype(), "rms_norm", "x"),
               type_of(in[1].dtype(), "rms_norm", "weight")};
     const int rows = static_cast<int>(in[0].size() / a.d);
-    mx::cpu::get_command_encoder(stream()).dispatch([a, rows] {
+    enqueue(stream(), [a, rows] {
       parallel(rows, rows_per_step(a.d), [&](int r0, int r1) { kernels().rms_norm(a, r0, r1); });
     });
   }
@@ -40,8 +40,7 @@ class SwigluOp : public CpuPrimitive {
   const char* name() const override { return "qrun_swiglu"; }
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     const Type type = type_of(in[0].dtype(), "swiglu", "gate_up");
-    mx::cpu::get_command_encoder(stream()).dispatch(
-        [x = dense(in[0], stream()), y = allocate<char>(out[0]), type, size = out[0].size()] {
+    enqueue(stream(), [x = dense(in[0], stream()), y = allocate<char>(out[0]), type, size = out[0].size()] {
           constexpr size_t step = 4096;
           parallel(static_cast<int>((size + step - 1) / step), 1, [&](int i0, int i1) {
             kernels().swiglu(x, y, type, i0 * step, std::min(size, i1 * step));
@@ -57,8 +56,7 @@ class ArgmaxOp : public CpuPrimitive {
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     const Type type = type_of(in[0].dtype(), "argmax", "logits");
     const int n = in[0].shape(-1), rows = static_cast<int>(out[0].size());
-    mx::cpu::get_command_encoder(stream()).dispatch(
-        [x = dense(in[0], stream()), y = allocate<int32_t>(out[0]), type, n, rows] {
+    enqueue(stream(), [x = dense(in[0], stream()), y = allocate<int32_t>(out[0]), type, n, rows] {
           parallel(rows, 1, [&](int r0, int r1) {
             for (int r = r0; r < r1; r++)
               y[r] = kernels().argmax(x + static_cast<size_t>(r) * n * size_of(type), type, n);
@@ -75,8 +73,7 @@ class EmbeddingOp : public CpuPrimitive {
     Matrix w = w_;
     w.data = reinterpret_cast<const uint8_t*>(dense(in[1], stream()));
     const bool wide = in[0].itemsize() == 8;
-    mx::cpu::get_command_encoder(stream()).dispatch(
-        [ids = dense(in[0], stream()), wide, y = allocate<char>(out[0]),
+    enqueue(stream(), [ids = dense(in[0], stream()), wide, y = allocate<char>(out[0]),
          type = type_of(out[0].dtype(), "embedding", "result"), rows = static_cast<int>(in[0].size()),
          w, scale = scale_] {
           parallel(rows, rows_per_step(w.k * 4), [&](int r0, int r1) {
@@ -111,8 +108,8 @@ class RopeOp : public CpuPrimitive {
     a.k_cache = out[1].data<char>();
     a.v_cache = out[2].data<char>();
     const int rows = in[4].shape(0);
-    mx::cpu::get_command_encoder(stream()).dispatch(
-        [a, rows, offset = reinterpret_cast<const int*>(dense(in[3], stream()))]() mutable {
+    enqueue(stream(), [given = a, rows, offset = reinterpret_cast<const int*>(dense(in[3], stream()))] {
+          Rope a = given;
           a.offset = *offset;
           if (a.offset < 0 || a.offset + a.length > std::min(a.capacity, rows))
             throw std::out_of_range("rope: positions " + std::to_string(a.offset) + " to " +
@@ -143,7 +140,7 @@ class SdpaOp : public CpuPrimitive {
     a.v_cache = in[2].data<char>();
     a.y = allocate<char>(out[0]);
     const int group = a.heads / a.kv_heads, rows = group * a.length;
-    a.tile = std::min(rows, 8);
+    a.tile = std::min(rows, 16);
     const int units = a.batch * a.kv_heads * ((rows + a.tile - 1) / a.tile);
     const int most_chunks = (a.capacity + a.chunk - 1) / a.chunk;
     // Few tiles: share their chunks out as well. The split changes no bit of the result.
@@ -152,8 +149,14 @@ class SdpaOp : public CpuPrimitive {
     if (split)
       a.partial = static_cast<float*>(
           scratch(sizeof(float) * units * most_chunks * a.tile * per_row, stream()));
-    mx::cpu::get_command_encoder(stream()).dispatch(
-        [a, units, offset = reinterpret_cast<const int*>(dense(in[3], stream()))]() mutable {
+    const size_t heads = static_cast<size_t>(a.batch) * a.kv_heads;
+    if (units >= 4 * a.batch * a.kv_heads)
+      a.turned = static_cast<float*>(
+          scratch(sizeof(float) * heads * ((a.capacity + 63) / 64 * 64) * a.head_dim, stream()));
+    // Each run starts from `given`: a recorded task runs again with another offset.
+    enqueue(stream(), [given = a, units, heads,
+                       offset = reinterpret_cast<const int*>(dense(in[3], stream()))] {
+          Sdpa a = given;
           a.offset = *offset;
           const int keys = a.offset + a.length;
           if (a.offset < 0 || keys > a.capacity)
@@ -161,6 +164,11 @@ class SdpaOp : public CpuPrimitive {
                                     std::to_string(a.capacity));
           a.chunks = (keys + a.chunk - 1) / a.chunk;
           if (a.chunks == 1) a.partial = nullptr;
+          if (a.turned) {
+            a.turned_keys = (keys + 63) / 64 * 64;  // whole blocks
+            parallel(static_cast<int>(heads) * a.turned_keys / 16, 16,
+                     [&](int i0, int i1) { kernels().sdpa_turn(a, i0, i1); });
+          }
           const size_t bytes = 2 * size_of(a.cache_type) * a.head_dim * std::min(keys, a.chunk);
           const int items = a.partial ? units * a.chunks : units;
           const int step = static_cast<int>(std::max<size_t>(1, (16 << 10) / bytes));

@@ -88,9 +88,9 @@ METAL_FUNC void spread(uint4 v, thread uint* to) {
 template <int COUNT>
 METAL_FUNC void load_words(const device uint* p, thread uint (&to)[COUNT]) {
   constexpr int wide = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
-  using Wide = typename Raw<4 * wide>::type;
+  using Access = typename Raw<4 * wide>::type;
   UNROLL
   for (int i = 0; i < COUNT; i += wide) {
-    spread(*(const device Wide*)(p + i), to + i);
+    spread(*(const device Access*)(p + i), to + i);
   }
 }

@@ -1,6 +1,7 @@
 // What the MLX primitives share: checks at the door, dense inputs, scratch memory.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -46,11 +47,30 @@ inline mx::Dtype dtype_of(Type t) {
 
 inline mx::Stream cpu_stream() { return mx::default_stream(mx::Device::cpu); }
 
+// While a program is recorded (program.cpp), tasks and memory go to it instead of to the stream.
+struct Recording {
+  std::vector<std::function<void()>> tasks;
+  std::vector<mx::array> memory;
+};
+inline thread_local Recording* recording = nullptr;
+
+// Run f on the stream, after everything enqueued before.
+template <class F>
+void enqueue(mx::Stream s, F&& f) {
+  if (recording)
+    recording->tasks.emplace_back(std::forward<F>(f));
+  else
+    mx::cpu::get_command_encoder(s).dispatch(std::forward<F>(f));
+}
+
 // Memory for one evaluation, released when the tasks that use it are done.
 inline void* scratch(size_t bytes, mx::Stream s) {
   mx::array a(mx::allocator::malloc(bytes ? bytes : 1), {static_cast<int>(1)}, mx::uint8);
   void* p = a.data<char>();
-  mx::cpu::get_command_encoder(s).add_temporary(std::move(a));
+  if (recording)
+    recording->memory.push_back(std::move(a));
+  else
+    mx::cpu::get_command_encoder(s).add_temporary(std::move(a));
   return p;
 }
 

@@ -1,128 +1,126 @@
 // A traced function as one primitive, so that a decode step costs one node of MLX's graph.
 //
-// A step of a small model is some two hundred ops of a few microseconds each; building, scheduling
-// and releasing that many graph nodes takes MLX as long as a third of the arithmetic. The graph is
-// the same at every step, so it is walked once: `nodes` lists its primitives in an order in which
-// every input comes before its use, and `Replay` runs their eval_cpu one after another.
+// A step of a small model is some two hundred ops of a few microseconds each. Building, scheduling
+// and releasing that many graph nodes keeps the main thread busy for 2 ms, on a core that the
+// kernels need. But the graph is the same at every step: so it is walked once, each op allocates
+// its results once, and the tasks it would have put on the stream are kept (op.h: `recording`).
+// A replay is one task that runs them all, on the same memory every time:
+//
+//   inputs --copy--> tape.inputs --tasks--> tape.outputs --copy--> results
+//
+// Replays follow each other on one stream, so reusing the memory is safe.
 #include "program.h"
 
+#include <cstring>
 #include <unordered_map>
-#include <unordered_set>
 
 namespace qrun {
 
-struct Node {
-  std::shared_ptr<mx::Primitive> primitive;
-  std::vector<int> in, out;  // slots
-  std::vector<mx::Shape> shapes;
-  std::vector<mx::Dtype> dtypes;
-};
-
-// Slots number the arrays of a step: the inputs, then constants, then the results of nodes.
-struct Tape {
-  std::vector<mx::Shape> input_shapes;
-  std::vector<mx::array> constants;
-  std::vector<Node> nodes;
-  std::vector<int> out;
-  int slots = 0;
+struct Program::Tape {
+  std::vector<mx::array> inputs, outputs;  // fixed memory
+  Recording recording;
 };
 
 namespace {
 
+mx::array fixed_copy_of(const mx::array& a) {
+  mx::array copy(a.shape(), a.dtype(), nullptr, {});
+  allocate<char>(copy);
+  return copy;
+}
+
 class Replay : public CpuPrimitive {
  public:
-  Replay(mx::Stream s, std::shared_ptr<const Tape> tape) : CpuPrimitive(s), tape_(std::move(tape)) {}
+  Replay(mx::Stream s, std::shared_ptr<const Program::Tape> tape)
+      : CpuPrimitive(s), tape_(std::move(tape)) {}
   const char* name() const override { return "qrun_program"; }
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
-    std::vector<mx::array> slots;
-    slots.reserve(tape_->slots);
-    slots.insert(slots.end(), in.begin(), in.end());
-    slots.insert(slots.end(), tape_->constants.begin(), tape_->constants.end());
-    std::vector<mx::array> inputs, outputs;
-    for (const Node& node : tape_->nodes) {
-      inputs.clear();
-      outputs.clear();
-      for (int i : node.in) inputs.push_back(slots[i]);
-      for (size_t i = 0; i < node.out.size(); i++)
-        outputs.emplace_back(node.shapes[i], node.dtypes[i], nullptr, std::vector<mx::array>{});
-      node.primitive->eval_cpu(inputs, outputs);
-      slots.insert(slots.end(), outputs.begin(), outputs.end());
-    }
-    for (size_t i = 0; i < out.size(); i++) out[i].copy_shared_buffer(slots[tape_->out[i]]);
-    // The tasks that use these arrays have only been queued.
-    mx::cpu::get_command_encoder(stream()).add_temporaries(std::move(slots));
+    std::vector<const char*> from;
+    std::vector<char*> to;
+    // Inputs behind the tape's own only ask for order.
+    for (size_t i = 0; i < tape_->inputs.size(); i++) from.push_back(dense(in[i], stream()));
+    for (mx::array& a : out) to.push_back(allocate<char>(a));
+    enqueue(stream(), [tape = tape_, from = std::move(from), to = std::move(to)] {
+      auto inputs = tape->inputs;  // copies of handles, whose memory is the tape's
+      for (size_t i = 0; i < from.size(); i++)
+        std::memcpy(inputs[i].data<char>(), from[i], inputs[i].nbytes());
+      for (const auto& task : tape->recording.tasks) task();
+      for (size_t i = 0; i < to.size(); i++)
+        std::memcpy(to[i], tape->outputs[i].data<char>(), tape->outputs[i].nbytes());
+    });
   }
 
  private:
-  std::shared_ptr<const Tape> tape_;
+  std::shared_ptr<const Program::Tape> tape_;
 };
 
-class Tracer {
+// Evaluates a graph into fixed memory: an op's eval_cpu allocates and enqueues, nothing runs yet.
+class Recorder {
  public:
-  explicit Tracer(Tape& tape) : tape_(tape) {}
+  explicit Recorder(Recording& r) : saved_(recording) { recording = &r; }
+  ~Recorder() { recording = saved_; }
 
-  void input(const mx::array& a) { slot_[a.id()] = tape_.slots++; }
+  void bind(const mx::array& a, const mx::array& value) { values_.emplace(a.id(), value); }
 
-  // Constants have their slots before any node: they are found in a walk of their own.
-  void constants(const mx::array& a) {
-    if (!seen_.insert(a.id()).second || slot_.count(a.id())) return;
-    if (!a.has_primitive()) {
-      slot_[a.id()] = tape_.slots++;
-      tape_.constants.push_back(a);
-      return;
-    }
-    for (const mx::array& i : a.inputs()) constants(i);
-  }
-
-  int visit(const mx::array& a) {
-    if (auto at = slot_.find(a.id()); at != slot_.end()) return at->second;
-    Node node{a.primitive_ptr(), {}, {}, {}, {}};
-    for (const mx::array& i : a.inputs()) node.in.push_back(visit(i));
-    for (const mx::array& o : a.outputs()) {
-      slot_[o.id()] = tape_.slots;
-      node.out.push_back(tape_.slots++);
-      node.shapes.push_back(o.shape());
-      node.dtypes.push_back(o.dtype());
-    }
-    tape_.nodes.push_back(std::move(node));
-    return slot_.at(a.id());
+  const mx::array& value(const mx::array& a) {
+    if (auto at = values_.find(a.id()); at != values_.end()) return at->second;
+    if (!a.has_primitive()) return values_.emplace(a.id(), a).first->second;
+    mx::Primitive& op = a.primitive();
+    // A reshape of dense data only makes another view. Other ops of MLX enqueue by themselves.
+    require(dynamic_cast<CpuPrimitive*>(&op) || std::string(op.name()) == "Reshape",
+            std::string("program: ") + op.name() + " cannot be recorded");
+    std::vector<mx::array> in, out;
+    for (const mx::array& i : a.inputs()) in.push_back(value(i));
+    const auto outputs = a.outputs();
+    for (const mx::array& o : outputs)
+      out.emplace_back(o.shape(), o.dtype(), nullptr, std::vector<mx::array>{});
+    op.eval_cpu(in, out);
+    for (size_t i = 0; i < out.size(); i++) values_.emplace(outputs[i].id(), out[i]);
+    // Kept alive; also, no later op may take a result's memory over as its own.
+    recording->memory.insert(recording->memory.end(), in.begin(), in.end());
+    recording->memory.insert(recording->memory.end(), out.begin(), out.end());
+    return values_.at(a.id());
   }
 
  private:
-  Tape& tape_;
-  std::unordered_map<std::uintptr_t, int> slot_;
-  std::unordered_set<std::uintptr_t> seen_;
+  Recording* saved_;
+  std::unordered_map<std::uintptr_t, mx::array> values_;
 };
 
 }  // namespace
 
 Program::Program(const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs) {
   auto tape = std::make_shared<Tape>();
-  Tracer tracer(*tape);
+  Recorder recorder(tape->recording);
   for (const mx::array& a : inputs) {
-    tracer.input(a);
-    tape->input_shapes.push_back(a.shape());
+    tape->inputs.push_back(fixed_copy_of(a));
+    recorder.bind(a, tape->inputs.back());
   }
-  for (const mx::array& a : outputs) tracer.constants(a);
-  for (const mx::array& a : outputs) {
-    tape->out.push_back(tracer.visit(a));
-    shapes_.push_back(a.shape());
-    dtypes_.push_back(a.dtype());
-  }
+  for (const mx::array& a : outputs) tape->outputs.push_back(recorder.value(a));
   tape_ = std::move(tape);
 }
 
-std::vector<mx::array> Program::operator()(const std::vector<mx::array>& inputs) const {
-  require(inputs.size() == tape_->input_shapes.size(),
-          "program: traced with " + std::to_string(tape_->input_shapes.size()) + " inputs, called with " +
-              std::to_string(inputs.size()));
+std::vector<mx::array> Program::operator()(const std::vector<mx::array>& inputs,
+                                           const std::vector<mx::array>& after) const {
+  require(inputs.size() == tape_->inputs.size(),
+          "program: recorded with " + std::to_string(tape_->inputs.size()) +
+              " inputs, called with " + std::to_string(inputs.size()));
   for (size_t i = 0; i < inputs.size(); i++)
-    require(inputs[i].shape() == tape_->input_shapes[i],
+    require(inputs[i].shape() == tape_->inputs[i].shape() &&
+                inputs[i].dtype() == tape_->inputs[i].dtype(),
             "program: input " + std::to_string(i) + " has shape " + text(inputs[i].shape()) +
-                ", traced with " + text(tape_->input_shapes[i]));
-  return mx::array::make_arrays(shapes_, dtypes_, std::make_shared<Replay>(cpu_stream(), tape_),
-                                inputs);
+                ", recorded with " + text(tape_->inputs[i].shape()));
+  std::vector<mx::Shape> shapes;
+  std::vector<mx::Dtype> dtypes;
+  for (const mx::array& a : tape_->outputs) {
+    shapes.push_back(a.shape());
+    dtypes.push_back(a.dtype());
+  }
+  std::vector<mx::array> needed = inputs;
+  needed.insert(needed.end(), after.begin(), after.end());
+  return mx::array::make_arrays(shapes, dtypes, std::make_shared<Replay>(cpu_stream(), tape_),
+                                needed);
 }
 
 }  // namespace qrun

@@ -16,6 +16,7 @@ const Kernels table = {
     product_tiled,
     rms_norm,
     rope,
+    sdpa_turn,
     sdpa,
     sdpa_merge,
     embedding,

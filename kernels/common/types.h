@@ -122,6 +122,9 @@ struct Sdpa {
   // values here, (B*Hkv, row tiles, chunks, tile, 16 + D padded to 16), and sdpa_merge puts them together.
   float* partial;
   int tile, chunk, chunks;
+  // A prompt has many tiles: the keys as sdpa.cpp wants them, (B*Hkv, turned_keys/16, D, 16).
+  float* turned;
+  int turned_keys;
 };
 
 struct Kernels {
@@ -136,6 +139,7 @@ struct Kernels {
                         int tile0, int tile1);
   void (*rms_norm)(const RmsNorm&, int row0, int row1);
   void (*rope)(const Rope&, int item0, int item1);  // items: (B, L)
+  void (*sdpa_turn)(const Sdpa&, int item0, int item1);
   void (*sdpa)(const Sdpa&, int item0, int item1);
   void (*sdpa_merge)(const Sdpa&, int item0, int item1);
   void (*embedding)(const Matrix&, const void* ids, bool wide_ids, void* y, Type type, float scale,

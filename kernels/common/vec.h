@@ -2,6 +2,13 @@
 // Each header defines the same functions for its registers; this one adds what they share.
 #pragma once
 
+// Arrays of lanes become registers only when their indices are constants.
+#if defined(__AVX2__) || defined(__ARM_NEON)
+#define QRUN_UNROLL _Pragma("GCC unroll 16")
+#else
+#define QRUN_UNROLL  // the portable lanes are memory anyway
+#endif
+
 #if defined(__AVX512BW__)
 #include "vec_avx512.h"
 #elif defined(__AVX2__)
@@ -13,8 +20,6 @@
 #endif
 
 namespace qrun::QRUN_NS {
-
-#define QRUN_UNROLL _Pragma("GCC unroll 16")
 
 // Rounded to nearest even; a NaN keeps its sign and becomes quiet.
 static inline void store_bf16(void* p, f32x16 a) {

@@ -164,6 +164,39 @@ static inline i32x16 dot_byte(i32x16 acc, i32x16 codes, const int8_t* p) {
   return {dot_byte_half(acc.a, codes.a, even, odd), dot_byte_half(acc.b, codes.b, even, odd)};
 }
 
+// r[i] lane j <-> r[j] lane i: four 8x8 corners.
+static inline void transpose8(__m256 (&r)[8]) {
+  __m256 t[8], u[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int b = 0; b < 8; b += 4) {
+    u[b] = _mm256_shuffle_ps(t[b], t[b + 2], 0x44);
+    u[b + 1] = _mm256_shuffle_ps(t[b], t[b + 2], 0xee);
+    u[b + 2] = _mm256_shuffle_ps(t[b + 1], t[b + 3], 0x44);
+    u[b + 3] = _mm256_shuffle_ps(t[b + 1], t[b + 3], 0xee);
+  }
+  for (int c = 0; c < 4; c++) {
+    r[c] = _mm256_permute2f128_ps(u[c], u[4 + c], 0x20);
+    r[4 + c] = _mm256_permute2f128_ps(u[c], u[4 + c], 0x31);
+  }
+}
+static inline void transpose(f32x16 (&r)[16]) {
+  __m256 corner[4][8];  // top left, top right, bottom left, bottom right
+  for (int i = 0; i < 8; i++) {
+    corner[0][i] = r[i].a;
+    corner[1][i] = r[i].b;
+    corner[2][i] = r[i + 8].a;
+    corner[3][i] = r[i + 8].b;
+  }
+  for (auto& c : corner) transpose8(c);
+  for (int i = 0; i < 8; i++) {
+    r[i] = {corner[0][i], corner[2][i]};
+    r[i + 8] = {corner[1][i], corner[3][i]};
+  }
+}
+
 // Into L2: a line on its way to L1 would hold one of the few fill buffers until memory answers.
 static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 

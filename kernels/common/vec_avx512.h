@@ -113,6 +113,35 @@ static inline i32x16 dot_byte(i32x16 acc, i32x16 codes, const int8_t* p) {
 #endif
 }
 
+// r[i] lane j <-> r[j] lane i: pairs of dwords, of quadwords, then of 128-bit quarters twice.
+static inline void transpose(f32x16 (&r)[16]) {
+  __m512 t[16], u[16];  // u[4b + c]: rows 4b .. 4b+3 of columns c, c+4, c+8, c+12
+  QRUN_UNROLL
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(r[i].v, r[i + 1].v);
+    t[i + 1] = _mm512_unpackhi_ps(r[i].v, r[i + 1].v);
+  }
+  QRUN_UNROLL
+  for (int b = 0; b < 16; b += 4)
+    QRUN_UNROLL
+    for (int h = 0; h < 2; h++) {
+      const __m512d low = _mm512_castps_pd(t[b + h]), high = _mm512_castps_pd(t[b + 2 + h]);
+      u[b + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      u[b + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  QRUN_UNROLL
+  for (int c = 0; c < 4; c++) {
+    const __m512 a = _mm512_shuffle_f32x4(u[c], u[4 + c], 0x88);
+    const __m512 b = _mm512_shuffle_f32x4(u[c], u[4 + c], 0xdd);
+    const __m512 d = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0x88);
+    const __m512 e = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0xdd);
+    r[c].v = _mm512_shuffle_f32x4(a, d, 0x88);
+    r[8 + c].v = _mm512_shuffle_f32x4(a, d, 0xdd);
+    r[4 + c].v = _mm512_shuffle_f32x4(b, e, 0x88);
+    r[12 + c].v = _mm512_shuffle_f32x4(b, e, 0xdd);
+  }
+}
+
 // Into L2: a line on its way to L1 would hold one of the few fill buffers until memory answers.
 static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 

@@ -203,6 +203,14 @@ static inline i32x16 dot_byte(i32x16 acc, i32x16 codes, const int8_t* p) {
 static inline i32x16 dot_small(i32x16 acc, i32x16 codes, const int8_t* p) {
   return dot_byte(acc, codes, p);
 }
+static inline void transpose(f32x16 (&r)[16]) {
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < i; j++) {
+      const float x = r[i].v[j];
+      r[i].v[j] = r[j].v[i];
+      r[j].v[i] = x;
+    }
+}
 static inline void prefetch(const void*) {}
 
 }  // namespace qrun::QRUN_NS

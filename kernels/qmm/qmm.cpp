@@ -10,6 +10,7 @@
 //   march   panels along k; the float sums wait in memory between panels.
 //
 // Two sets of sum tiles alternate: the unit works on one group while the vectors finish the last.
+#include "../common/amx.h"
 #include "../common/epilogue.h"
 #include "../common/join.h"
 #include "../common/kernels.h"
@@ -27,34 +28,7 @@ constexpr int kPanel = 512;       // k
 constexpr int kRun = 8;           // blocks of w whose panels are unpacked together
 constexpr int kTilesAtOnce = 32;  // tiles of x whose sums wait between panels
 
-// The "memory" clobbers keep ordinary loads and stores on their side of the tile instructions.
-#define QRUN_TILE_LOAD(t, p, stride) \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"((size_t)(stride)) : "memory")
-#define QRUN_TILE_STORE(t, p, stride) \
-  __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((size_t)(stride)) : "memory")
-#define QRUN_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
-#define QRUN_TILE_DOT(c, x, w) \
-  __asm__ volatile("tdpbsud %%tmm" #w ", %%tmm" #x ", %%tmm" #c ::)
-
 // Tiles 0-2 and 3-5: two sets of sums, a tile for each digit; 6: digits; 7: codes.
-static void configure(int chunk) {
-  alignas(64) struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-  } c = {};
-  c.palette = 1;
-  for (int t = 0; t < 6; t++) {
-    c.rows[t] = kRows;
-    c.bytes[t] = 64;
-  }
-  c.rows[6] = kRows;
-  c.bytes[6] = chunk;
-  c.rows[7] = chunk / 4;
-  c.bytes[7] = 64;
-  __asm__ volatile("ldtilecfg %0" ::"m"(c) : "memory");
-}
-
 constexpr int kSums = kRows * kLanes;  // whole numbers of one tile
 
 // sums[d] (rows, 16) = digit d of x (rows, group) times codes (group/4, 16 lanes, 4).
@@ -68,14 +42,14 @@ static inline void dot_group(const int8_t* x, const uint8_t* codes, int chunks, 
   for (int c = 0; c < chunks; c++) {                                 \
     QRUN_TILE_LOAD(7, codes, 64);                                    \
     QRUN_TILE_LOAD(6, x, D* chunk);                                  \
-    QRUN_TILE_DOT(c0, 6, 7);                                         \
+    QRUN_TILE_DOT(bsud, c0, 6, 7);                                         \
     if constexpr (D > 1) {                                           \
       QRUN_TILE_LOAD(6, x + chunk, D* chunk);                        \
-      QRUN_TILE_DOT(c1, 6, 7);                                       \
+      QRUN_TILE_DOT(bsud, c1, 6, 7);                                       \
     }                                                                \
     if constexpr (D > 2) {                                           \
       QRUN_TILE_LOAD(6, x + 2 * chunk, D* chunk);                    \
-      QRUN_TILE_DOT(c2, 6, 7);                                       \
+      QRUN_TILE_DOT(bsud, c2, 6, 7);                                       \
     }                                                                \
     codes += chunk * kLanes;                                         \
     x += (size_t)kRows * D * chunk;                                  \
@@ -200,13 +174,13 @@ static void run(const Matrix& w, const Digits& x, const Epilogue& e, int block0,
 static void amx_product(const Matrix& w, const Digits& x, const Epilogue& e, int block0, int block1,
                         int tile0, int tile1) {
   static thread_local Workspace space;
-  configure(x.chunk);
+  configure_tiles(6, x.chunk);
   const auto step = x.count == 1 ? run<1> : x.count == 2 ? run<2> : run<3>;
   for (int t = tile0; t < tile1; t += kTilesAtOnce)
     for (int b = block0; b < block1; b += kRun)
       step(w, x, e, b, block1 - b < kRun ? block1 - b : kRun, t,
            tile1 - t < kTilesAtOnce ? tile1 - t : kTilesAtOnce, space);
-  __asm__ volatile("tilerelease" ::);
+  QRUN_TILES_DONE();
 }
 
 const ProductTiled product_tiled = amx_product;

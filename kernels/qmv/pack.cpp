@@ -73,8 +73,7 @@ class Pack : public CpuPrimitive {
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     Source s{reinterpret_cast<const uint32_t*>(dense(in[0], stream())), dense(in[1], stream()),
              in.size() > 2 ? dense(in[2], stream()) : nullptr, bits_};
-    mx::cpu::get_command_encoder(stream()).dispatch(
-        [m = m_, s, to = allocate<uint8_t>(out[0])] {
+    enqueue(stream(), [m = m_, s, to = allocate<uint8_t>(out[0])] {
           parallel(m.blocks(), std::max(1, m.blocks() / (8 * threads())), [&](int b0, int b1) {
             for (int b = b0; b < b1; b++) pack_block(m, s, to, b);
           });

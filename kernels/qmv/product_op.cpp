@@ -27,6 +27,7 @@ Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits
 
 namespace {
 
+constexpr size_t kAlikeRows = 16;  // up to here any number of rows gives a row the same bits
 constexpr int kUnitFrom = 9;  // rows of x from which a matrix unit, where there is one, pays
 constexpr size_t kShareBytes = 64 << 10;  // packed bytes worth handing to another thread
 constexpr size_t kPanelBytes = 768 << 10;  // digits of x that stay in L2 while blocks of w pass
@@ -41,7 +42,6 @@ class Product : public CpuPrimitive {
   const char* name() const override { return name_; }
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
-    auto& encoder = mx::cpu::get_command_encoder(stream());
     size_t next = 2;
     auto take = [&](bool there) { return there ? dense(in[next++], stream()) : nullptr; };
     Matrix w = w_;
@@ -70,7 +70,7 @@ class Product : public CpuPrimitive {
     d.digits = static_cast<int8_t*>(scratch(rows * d.count * d.k, stream()));
     d.meta = static_cast<float*>(scratch(rows * 2 * (d.k / d.group) * sizeof(float), stream()));
     if (d.m == 0) return;
-    encoder.dispatch([run, w, p, d, e] { compute(*run, w, p, d, e); });
+    enqueue(stream(), [run, w, p, d, e] { compute(*run, w, p, d, e); });
   }
 
  private:
@@ -127,7 +127,10 @@ mx::array product(const char* op, const mx::array& x, const mx::array& packed, i
   require(!gated || n % 2 == 0, at + "n = " + std::to_string(n) + " must be even for " + o.activation);
   mx::Shape shape = x.shape();
   shape.back() = gated ? n / 2 : n;
-  int digits = 3;
+  // float32 x keeps 24 bits. 16-bit x has at most 11 of its own: 16 lose nothing that its result
+  // could show, and serve the many rows of a prompt faster.
+  const size_t m = x.size() / k;
+  int digits = e.type == Type::f32 || m <= kAlikeRows ? 3 : 2;
   if (o.activations == "exact")
     digits = 3;
   else if (o.activations == "int8")

@@ -1,7 +1,9 @@
 // softmax(q k^T) v over the cache, one read of k and v for all query rows that can share it.
 //
 //   row     a query head at a position; the rows of one kv head are ordered by position, then head
-//   tile    up to 8 such rows: every k and v that is loaded serves them all
+//   tile    up to 16 such rows: every k and v that is loaded serves them all
+//   scores  16 keys at a time, transposed in registers, so that a lane is a key and no sum crosses
+//           lanes: score[r] (16 keys) += q[r, d] * kT[d] (16 keys)
 //   block   64 keys: scores of the tile, their maximum, exp, then the weighted sum of v
 //   chunk   512 keys: a softmax of its own (maximum m, sum l, weighted values o). Chunks are merged
 //           in order, by whoever has them: one thread after another chunk, or sdpa_merge when the
@@ -12,7 +14,7 @@
 namespace qrun::QRUN_NS {
 
 constexpr int kBlock = 64;
-constexpr int kMaxRows = 8;
+constexpr int kMaxRows = 16;
 constexpr int kMaxHead = 512;
 
 template <Type T>
@@ -59,76 +61,132 @@ static void merge(float& m, float& l, float* o, float part_m, float part_l, cons
 }
 
 struct Tile {
-  const float* q;  // (rows, d16), scaled, padded with zeros
+  const float* q;  // (D, height), scaled
   const char *k, *v;  // (capacity, D) of this kv head
+  const float* turned;  // (capacity/16, D, 16) of this kv head, or null
   int position[kMaxRows];  // of each row
   int rows;
 };
 
-// Scores of keys j0 .. j0+n-1, then the online softmax step.
+// Keys j .. j+15 of k (capacity, D), of which n count -> turned (D, 16): a lane is a key.
+template <Type T>
+static inline void turn(const char* k, int D, int j, int n, float* turned) {
+  const int whole = D & ~15;
+  if (n <= 0) {
+    __builtin_memset(turned, 0, (size_t)D * 16 * sizeof(float));
+    return;
+  }
+  for (int i = 0; i < D; i += 16) {
+    f32x16 r[16];
+    const size_t e = (size_t)j * D + i;
+    if (n >= 16 && i < whole) {
+      QRUN_UNROLL
+      for (int key = 0; key < 16; key++) r[key] = load_as<T>(k, e + (size_t)key * D);
+    } else {  // nothing beyond the valid keys, or beyond a row, is read
+      for (int key = 0; key < 16; key++)
+        r[key] = key < n ? load_first(at(k, T, e + (size_t)key * D), T, D - i) : splat(0);
+    }
+    transpose(r);
+    for (int d = 0; d < 16 && i + d < D; d++) store(turned + (i + d) * 16, r[d]);
+  }
+}
+
+// Few rows alone would wait for each multiply-add: they take several vectors of keys, or of v, at
+// a time, so that 8 to 16 sums are under way.
+template <int R>
+constexpr int kWide = R <= 4 ? 4 : R <= 8 ? 2 : 1;
+
+// o[r] (D) += sum over n keys of p[r][j] * v[j] (D), for columns i .. i + 16*W.
+template <int R, int W, Type T>
+static inline void weigh(const float (&p)[R][kBlock], const char* v, int D, int j0, int n, int i,
+                         float (*sum)[kMaxHead]) {
+  f32x16 o[R][W];
+  QRUN_UNROLL
+  for (int r = 0; r < R; r++)
+    QRUN_UNROLL
+    for (int w = 0; w < W; w++) o[r][w] = load(sum[r] + i + w * 16);
+  for (int j = 0; j < n; j++) {
+    const size_t e = (size_t)(j0 + j) * D + i;
+    f32x16 x[W];
+    QRUN_UNROLL
+    for (int w = 0; w < W; w++)
+      x[w] = i + w * 16 + 16 <= D ? load_as<T>(v, e + w * 16) : load_first(at(v, T, e), T, D - i);
+    QRUN_UNROLL
+    for (int r = 0; r < R; r++)
+      QRUN_UNROLL
+      for (int w = 0; w < W; w++) o[r][w] = fma(splat(p[r][j]), x[w], o[r][w]);
+  }
+  QRUN_UNROLL
+  for (int r = 0; r < R; r++)
+    QRUN_UNROLL
+    for (int w = 0; w < W; w++) store(sum[r] + i + w * 16, o[r][w]);
+}
+
+// Scores of keys j0 .. j0+n-1, n <= 64, then the online softmax step.
 template <int R, Type T>
 static void block(const Sdpa& a, const Tile& t, int j0, int n, State& s) {
-  const int D = a.head_dim, whole = D & ~15, d16 = (D + 15) & ~15;
-  alignas(64) float p[R][kBlock];
-  for (int j = 0; j < n; j++) {
-    const char* key = t.k + (size_t)(j0 + j) * D * size_of(T);
-    f32x16 dot[R];
+  constexpr int W = kWide<R>;
+  const int D = a.head_dim;
+  alignas(64) float p[R][kBlock], own[kBlock * kMaxHead];
+  const float* turned = own;
+  if (t.turned)
+    turned = t.turned + (size_t)j0 * D;
+  else
+    for (int j = 0; j < kBlock; j += 16) turn<T>(t.k, D, j0 + j, n - j, own + j * D);
+  for (int j = 0; j < kBlock; j += 16 * W) {
+    f32x16 score[R][W];
     QRUN_UNROLL
-    for (int r = 0; r < R; r++) dot[r] = splat(0);
-    for (int i = 0; i < whole; i += 16) {
-      f32x16 k = load_as<T>(key, i);
+    for (int r = 0; r < R; r++)
       QRUN_UNROLL
-      for (int r = 0; r < R; r++) dot[r] = fma(k, load(t.q + r * d16 + i), dot[r]);
+      for (int w = 0; w < W; w++) score[r][w] = splat(0);
+    for (int d = 0; d < D; d++) {
+      f32x16 k[W];
+      QRUN_UNROLL
+      for (int w = 0; w < W; w++) k[w] = load(turned + (size_t)(j + w * 16) * D + d * 16);
+      QRUN_UNROLL
+      for (int r = 0; r < R; r++)
+        QRUN_UNROLL
+        for (int w = 0; w < W; w++) score[r][w] = fma(splat(t.q[d * R + r]), k[w], score[r][w]);
     }
-    if (whole < D) {
-      f32x16 k = load_first(at(key, T, whole), T, D - whole);
-      for (int r = 0; r < R; r++) dot[r] = fma(k, load(t.q + r * d16 + whole), dot[r]);
-    }
-    for (int r = 0; r < R; r++) p[r][j] = sum(dot[r]);
+    QRUN_UNROLL
+    for (int r = 0; r < R; r++)
+      QRUN_UNROLL
+      for (int w = 0; w < W; w++) store(p[r] + j + w * 16, score[r][w]);
   }
-  const int n16 = (n + 15) & ~15;
+  alignas(64) float top[16] = {}, keep[16] = {};
   for (int r = 0; r < R; r++) {
     if (a.softcap > 0)
-      for (int j = 0; j < n; j += 16)
+      for (int j = 0; j < kBlock; j += 16)
         store(p[r] + j, tanh(load(p[r] + j) * splat(1 / a.softcap)) * splat(a.softcap));
     const int at = t.position[r];
     const int first = a.window > 0 && at - a.window + 1 > j0 ? at - a.window + 1 - j0 : 0;
     const int end = at + 1 - j0 < n ? at + 1 - j0 : n;
-    for (int j = 0; j < n16; j++)
-      if (j < first || j >= end) p[r][j] = -__builtin_inff();
-    f32x16 top16 = load(p[r]);
-    for (int j = 16; j < n16; j += 16) top16 = max(top16, load(p[r] + j));
-    float top = greatest(top16);
-    top = s.m[r] > top ? s.m[r] : top;
-    if (top == -__builtin_inff()) {  // nothing visible yet; keep exp away from inf - inf
-      for (int j = 0; j < n16; j += 16) store(p[r] + j, splat(0));
-      continue;
-    }
-    const float keep = exp1(s.m[r] - top);
+    if (first > 0 || end < kBlock)
+      for (int j = 0; j < kBlock; j++)
+        if (j < first || j >= end) p[r][j] = -__builtin_inff();
+    f32x16 most = load(p[r]);
+    for (int j = 16; j < kBlock; j += 16) most = max(most, load(p[r] + j));
+    top[r] = greatest(most);
+    top[r] = s.m[r] > top[r] ? s.m[r] : top[r];
+    keep[r] = s.m[r];
+    s.m[r] = top[r];
+    if (top[r] == -__builtin_inff()) top[r] = 0;  // nothing visible yet: no inf - inf below
+  }
+  store(keep, exp(load(keep) - load(top)));
+  for (int r = 0; r < R; r++) {
     f32x16 total = splat(0);
-    for (int j = 0; j < n16; j += 16) {
-      f32x16 e = exp(load(p[r] + j) - splat(top));
+    for (int j = 0; j < kBlock; j += 16) {
+      f32x16 e = exp(load(p[r] + j) - splat(top[r]));
       store(p[r] + j, e);
       total = total + e;
     }
-    s.m[r] = top;
-    s.l[r] = s.l[r] * keep + sum(total);
-    if (keep != 1)
-      for (int i = 0; i < d16; i += 16) store(s.o[r] + i, load(s.o[r] + i) * splat(keep));
+    s.l[r] = s.l[r] * keep[r] + sum(total);
+    if (keep[r] != 1)
+      for (int i = 0; i < D; i += 16) store(s.o[r] + i, load(s.o[r] + i) * splat(keep[r]));
   }
-  for (int i = 0; i < D; i += 16) {
-    f32x16 o[R];
-    QRUN_UNROLL
-    for (int r = 0; r < R; r++) o[r] = load(s.o[r] + i);
-    for (int j = 0; j < n; j++) {
-      const size_t e = (size_t)(j0 + j) * D + i;
-      f32x16 v = i < whole ? load_as<T>(t.v, e) : load_first(at(t.v, T, e), T, D - i);
-      QRUN_UNROLL
-      for (int r = 0; r < R; r++) o[r] = fma(splat(p[r][j]), v, o[r]);
-    }
-    QRUN_UNROLL
-    for (int r = 0; r < R; r++) store(s.o[r] + i, o[r]);
-  }
+  int i = 0;
+  for (; i + 16 * W <= D; i += 16 * W) weigh<R, W, T>(p, t.v, D, j0, n, i, s.o);
+  for (; i < D; i += 16) weigh<R, 1, T>(p, t.v, D, j0, n, i, s.o);
 }
 
 using Block = void (*)(const Sdpa&, const Tile&, int, int, State&);
@@ -140,12 +198,13 @@ static Block pick_type(Type t) {
                           : block<R, Type::bf16>;
 }
 static Block pick(int rows, Type t, int& height) {
-  height = rows <= 4 ? rows : 8;
+  height = rows <= 4 ? rows : rows <= 8 ? 8 : 16;
   return rows == 1   ? pick_type<1>(t)
          : rows == 2 ? pick_type<2>(t)
          : rows == 3 ? pick_type<3>(t)
          : rows == 4 ? pick_type<4>(t)
-                     : pick_type<8>(t);
+         : rows <= 8 ? pick_type<8>(t)
+                     : pick_type<16>(t);
 }
 
 static void write(const Sdpa& a, int b, int kv, int row, float l, const float* o) {
@@ -158,6 +217,22 @@ static void write(const Sdpa& a, int b, int kv, int row, float l, const float* o
 
 static int row_tiles(const Sdpa& a) {
   return (a.heads / a.kv_heads * a.length + a.tile - 1) / a.tile;
+}
+
+// Items: (B, Hkv, 16 keys). Many tiles would turn the same keys over and over; here once for all.
+void sdpa_turn(const Sdpa& a, int item0, int item1) {
+  const int D = a.head_dim, groups = a.turned_keys / 16, keys = a.offset + a.length;
+  for (int item = item0; item < item1; item++) {
+    const int head = item / groups, j = item % groups * 16, n = keys - j < 16 ? keys - j : 16;
+    const char* k = (const char*)at(a.k_cache, a.cache_type, (size_t)head * a.capacity * D);
+    float* turned = a.turned + (size_t)item * D * 16;
+    if (a.cache_type == Type::f32)
+      turn<Type::f32>(k, D, j, n, turned);
+    else if (a.cache_type == Type::f16)
+      turn<Type::f16>(k, D, j, n, turned);
+    else
+      turn<Type::bf16>(k, D, j, n, turned);
+  }
 }
 
 // Items: (B, Hkv, row tiles), or (B, Hkv, row tiles, chunks) when `partial` is there.
@@ -178,15 +253,18 @@ void sdpa(const Sdpa& a, int item0, int item1) {
     const size_t cache = ((size_t)b * a.kv_heads + kv) * a.capacity * D;
     t.k = (const char*)at(a.k_cache, a.cache_type, cache);
     t.v = (const char*)at(a.v_cache, a.cache_type, cache);
+    t.turned = a.turned ? a.turned + ((size_t)b * a.kv_heads + kv) * a.turned_keys * D : nullptr;
     t.q = q;
     for (int r = 0; r < height; r++) {  // spare rows repeat the last one
       const int row = row0 + (r < t.rows ? r : t.rows - 1);
       const size_t from =
           (((size_t)b * a.heads + kv * group + row % group) * a.length + row / group) * D;
       t.position[r] = a.offset + row / group;
-      for (int i = 0; i < D; i += 16)
-        store(q + r * d16 + i,
-              load_first(at(a.q, a.type, from + i), a.type, D - i) * splat(a.scale));
+      for (int i = 0; i < D; i += 16) {
+        alignas(64) float x[16];
+        store(x, load_first(at(a.q, a.type, from + i), a.type, D - i) * splat(a.scale));
+        for (int d = 0; d < 16 && i + d < D; d++) q[(i + d) * height + r] = x[d];
+      }
     }
     const int last = t.position[t.rows - 1];
     const int first = a.window > 0 && t.position[0] >= a.window ? t.position[0] - a.window + 1 : 0;

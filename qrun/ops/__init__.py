@@ -2,6 +2,7 @@
 
 from qrun.ops.argmax import argmax
 from qrun.ops.embedding import embedding
+from qrun.ops.gather_qmm import gather_qmm
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.qmm import qmm
 from qrun.ops.qmv import qmv
@@ -15,6 +16,7 @@ __all__ = [
     "QuantizedMatrix",
     "argmax",
     "embedding",
+    "gather_qmm",
     "qmm",
     "qmv",
     "rms_norm",

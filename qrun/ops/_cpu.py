@@ -10,12 +10,15 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from qrun import _ext
-from qrun.ops._launch import Norm, Step
+from qrun.ops import _mlx
+from qrun.ops._launch import Arrays, Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_host
+from qrun.quantization import Quantization
 
 NAME = "cpu"
 QMV_ROWS = 8
+MODES = ("affine", "mxfp4")  # with kernels; a matrix in another takes MLX's product
 
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
@@ -24,20 +27,42 @@ sample = on_host
 
 
 def traced(step: Step) -> Step:
-    """The graph of the first call, as one primitive (kernels/common/program.cpp)."""
-    program: _ext.Program | None = None
+    """The graph of the first call as one primitive, where all its ops are ours.
 
-    def run(inputs: list[mx.array]) -> list[mx.array]:
-        nonlocal program
-        if program is None:
-            program = _ext.Program(inputs, step(inputs))
-        return program(inputs)
+    State is written in place, so the program keeps the arrays of the first call
+    (kernels/common/program.cpp).
+    """
+    program: _ext.Program | None = None
+    bound: Arrays = []
+    last: Arrays = []  # what is written in place makes no edge in the graph: steps need one
+    foreign = False
+
+    def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        nonlocal program, bound, last, foreign
+        if foreign:
+            return step(inputs, state)
+        if program is None or any(a is not b for a, b in zip(state, bound, strict=True)):
+            mx.eval(state)  # what is still to be computed must not become part of the program
+            outputs, after = step(inputs, state)
+            try:
+                program, bound, last = _ext.Program(inputs, outputs), state, []
+            except ValueError:  # an op of MLX among them
+                foreign = True
+                return outputs, after
+        last = program(inputs, last)
+        return last, bound
 
     return run
 
 
+def has_kernel(spec: Quantization) -> bool:
+    return spec.mode in MODES
+
+
 def pack(m: QuantizedMatrix) -> mx.array | None:
     """The stream of uint8 bytes; m's own arrays are no longer needed then."""
+    if not has_kernel(m.spec):
+        return None
     assert m.w is not None
     assert m.scales is not None
     return _ext.pack(m.w, m.scales, m.biases, m.spec.bits, m.spec.group_size, m.spec.mode)
@@ -79,6 +104,10 @@ def _product(
     activation: str | None,
     scale: float,
 ) -> mx.array:
+    if not has_kernel(m.spec):
+        return _mlx.qmv(
+            x, m, norm=norm, bias=bias, residual=residual, activation=activation, scale=scale
+        )
     return kernel(
         x,
         _stream(m),
@@ -86,7 +115,7 @@ def _product(
         m.k,
         m.spec.bits,
         m.spec.group_size,
-        scale_dtype=m.scale_dtype,
+        scale_dtype=_scales(m),
         mode=m.spec.mode,
         norm_weight=None if norm is None else norm[0],
         eps=0.0 if norm is None else norm[1],
@@ -97,6 +126,11 @@ def _product(
     )
 
 
+def _scales(m: QuantizedMatrix) -> mx.Dtype:
+    """The type of affine scales. A microscaling format has bytes, and what is said is not used."""
+    return m.scale_dtype if m.spec.mode == "affine" else mx.float32
+
+
 def _stream(m: QuantizedMatrix) -> mx.array:
     """m's packed bytes; a matrix that was never packed is packed for this one call."""
     packed = m.packed if m.packed is not None else pack(m)
@@ -105,6 +139,8 @@ def _stream(m: QuantizedMatrix) -> mx.array:
 
 
 def embedding(ids: mx.array, m: QuantizedMatrix, *, dtype: mx.Dtype, scale: float) -> mx.array:
+    if not has_kernel(m.spec):
+        return _mlx.embedding(ids, m, dtype=dtype, scale=scale)
     return _ext.embedding(
         ids,
         _stream(m),
@@ -112,7 +148,7 @@ def embedding(ids: mx.array, m: QuantizedMatrix, *, dtype: mx.Dtype, scale: floa
         m.k,
         m.spec.bits,
         m.spec.group_size,
-        m.scale_dtype,
+        _scales(m),
         dtype,
         scale,
         m.spec.mode,

@@ -17,13 +17,16 @@ import mlx.core as mx
 
 if TYPE_CHECKING:
     from qrun.ops.matrix import QuantizedMatrix
+    from qrun.quantization import Quantization
 
 Norm = tuple[
     mx.array, float
 ]  # RMS-norm weight (K,) and epsilon, applied to x in front of a product
 
 
-Step = Callable[[list[mx.array]], list[mx.array]]
+Arrays = list[mx.array]
+# (inputs, state) -> (outputs, state): state is what ops write in place, in the backends that do so.
+Step = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
 class Backend(Protocol):
@@ -33,8 +36,10 @@ class Backend(Protocol):
     # Products of more rows than this are qmm's.
     QMV_ROWS: int
 
-    # A function of arrays that always have the same shapes, traced once and replayed.
+    # A step whose arrays always have the same shapes, traced once and replayed.
     traced: Callable[[Step], Step]
+    # Whether matrices of a format run on kernels of its own, or a slower right way.
+    has_kernel: Callable[[Quantization], bool]
     pack: Callable[[QuantizedMatrix], mx.array | None]
     qmv: Callable[..., mx.array]
     qmm: Callable[..., mx.array]

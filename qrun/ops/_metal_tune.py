@@ -12,15 +12,18 @@ import json
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
 
 from qrun.ops import _metal
 from qrun.ops import _metal_geometry as geometry
+from qrun.ops._metal_call import header
 from qrun.ops._metal_product import Packed
 
 Product = Callable[..., mx.array]  # (x, m, *, norm, bias, residual, activation, scale) -> y
@@ -103,6 +106,15 @@ def cache_file() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "qrun" / "metal.json"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qrun" / "metal.json"
+
+
+def owner() -> str:
+    """Whose timings: this device, this MLX, these kernels."""
+    texts = "".join(
+        header(file) for file in ("qmv/qmv.metal", "qmv/qmv_wide.metal", "qmm/qmm.metal")
+    )
+    name = mx.device_info()["device_name"]
+    return f"{name}, mlx {version('mlx')}, kernels {zlib.crc32(texts.encode()):08x}"
 
 
 @dataclass

@@ -13,6 +13,7 @@ import mlx.core as mx
 from qrun.ops._launch import Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
+from qrun.quantization import Quantization
 
 NAME = "mlx"
 QMV_ROWS = 8
@@ -22,6 +23,10 @@ sample = on_device
 
 def traced(step: Step) -> Step:
     return step  # mx.compile would need a C++ compiler at run time on a CPU
+
+
+def has_kernel(spec: Quantization) -> bool:
+    return True
 
 
 def pack(m: QuantizedMatrix) -> mx.array | None:

@@ -55,6 +55,11 @@ class QuantizedMatrix:
         arrays = (self.w, self.scales, self.biases, self.packed)
         return sum(a.nbytes for a in arrays if a is not None)
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the current backend has kernels for the format; otherwise MLX's product runs."""
+        return _launch.backend().has_kernel(self.spec)
+
     def pack(self) -> QuantizedMatrix:
         """The same matrix in the layout of the current backend's kernels, if it has one."""
         if self.packed is not None:
@@ -65,27 +70,28 @@ class QuantizedMatrix:
         mx.eval(packed)
         return replace(self, w=None, scales=None, biases=None, packed=packed)
 
-    def stacked(self, other: QuantizedMatrix, *, interleave: bool = False) -> QuantizedMatrix:
-        """Rows of self, then rows of other; interleaved: row 2i from self, row 2i+1 from other."""
-        if (self.k, self.spec, self.scale_dtype) != (other.k, other.spec, other.scale_dtype):
-            raise ValueError(f"cannot stack {self.spec} on {other.spec}")
+    def stacked(self, *others: QuantizedMatrix, interleave: bool = False) -> QuantizedMatrix:
+        """Rows of self, then rows of others; interleaved: row 2i from self, row 2i+1 from other."""
+        parts = (self, *others)
+        for other in others:
+            if (self.k, self.spec, self.scale_dtype) != (other.k, other.spec, other.scale_dtype):
+                raise ValueError(f"cannot stack {self.spec} on {other.spec}")
 
-        def join(a: mx.array | None, b: mx.array | None) -> mx.array | None:
-            if a is None or b is None:
+        def join(arrays: list[mx.array | None]) -> mx.array | None:
+            held = [a for a in arrays if a is not None]
+            if len(held) < len(arrays):
                 return None
             if interleave:
-                return mx.stack([a, b], axis=1).reshape(-1, a.shape[1])
-            return mx.concatenate([a, b])
+                return mx.stack(held, axis=1).reshape(-1, held[0].shape[1])
+            return mx.concatenate(held)
 
-        w, scales, biases = (
-            join(a, b)
-            for a, b in zip(
-                (self.w, self.scales, self.biases),
-                (other.w, other.scales, other.biases),
-                strict=True,
-            )
+        return replace(
+            self,
+            n=sum(m.n for m in parts),
+            w=join([m.w for m in parts]),
+            scales=join([m.scales for m in parts]),
+            biases=join([m.biases for m in parts]),
         )
-        return replace(self, n=self.n + other.n, w=w, scales=scales, biases=biases)
 
     def dense(self, dtype: mx.Dtype = mx.float32) -> mx.array:
         """All values (N, K), dequantized."""

@@ -5,4 +5,13 @@ from tests.metal.clang import CompileError
 from tests.metal.kernel import Launch, Outputs, metal_kernel, settings
 from tests.metal.report import Finding, MetalError
 
-__all__ = ["Bfloat16", "CompileError", "Finding", "Launch", "MetalError", "Outputs", "metal_kernel", "settings"]
+__all__ = [
+    "Bfloat16",
+    "CompileError",
+    "Finding",
+    "Launch",
+    "MetalError",
+    "Outputs",
+    "metal_kernel",
+    "settings",
+]

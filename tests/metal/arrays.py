@@ -70,7 +70,9 @@ def bits_of(x: Any) -> tuple[np.ndarray, str]:
             return np.array(x.view(mx.uint16)), name
         return np.array(x), name
     array = np.asarray(x)
-    return array, dtype_name(array.dtype)
+    if (name := dtype_name(array.dtype)) not in METAL_TYPES:
+        raise TypeError(f"Metal has no {name}")
+    return array, name
 
 
 def empty_bits(shape: tuple[int, ...], name: str) -> np.ndarray:

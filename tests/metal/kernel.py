@@ -10,32 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.metal import arrays, clang, inlining, rewrite
+from tests.metal import arrays
 from tests.metal import signature as sig
-from tests.metal.lines import LineTable
-from tests.metal.lint import lint
-from tests.metal.report import Finding, MetalError, RawFinding, explain
+from tests.metal.compiled import Counters, compile_parts, lint_source, whole_text
+from tests.metal.registers import Registers, measure
+from tests.metal.report import Finding, MetalError
 
 WRITABLE, INITIALISED = 1, 2
-ORDERS = {"forward": 0, "backward": 1, "random": 2}
 
 
 @dataclass
 class Settings:
     """How launches run, unless a kernel says otherwise; change with `settings.use(...)`."""
 
-    order: str = "forward"  # in which fibers and threadgroups run: ORDERS
+    order: str = "forward"  # in which threads and threadgroups run; or "backward", "random"
     seed: int = 0  # of the random order
     check: bool = True  # raise MetalError when a launch has findings
     lint: bool = True  # refuse what Metal refuses and clang accepts
+    literal: bool = False  # compile at -O0: slower, every access as the source has it
+    seconds: int = 60  # of processor time; a launch that takes longer is called endless
     launches: list[Launch] | None = None  # a list here collects every launch
 
     @contextlib.contextmanager
@@ -51,56 +50,6 @@ class Settings:
 
 
 settings = Settings()
-
-
-class _RawBuffer(ctypes.Structure):
-    _fields_ = [
-        ("start", ctypes.c_void_p),
-        ("size", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("shadow", ctypes.c_void_p),
-        ("reads", ctypes.c_void_p),
-        ("by_width", ctypes.c_uint64 * 10),  # reads of 1, 2, 4, 8, 16 bytes, then writes
-        ("atomics", ctypes.c_uint64),
-    ]
-
-
-@dataclass(frozen=True)
-class BufferCount:
-    """Traffic of one buffer. `reads` and `writes`: width in bytes -> number of accesses."""
-
-    bytes: int
-    reads: dict[int, int]
-    writes: dict[int, int]
-    atomics: int
-    least_reads: int = 0  # of inputs: how often its least and its most read byte was read
-    most_reads: int = 0
-
-    @property
-    def read_bytes(self) -> int:
-        return sum(w * n for w, n in self.reads.items())
-
-    @property
-    def written_bytes(self) -> int:
-        return sum(w * n for w, n in self.writes.items())
-
-
-@dataclass(frozen=True)
-class Counters:
-    buffers: dict[str, BufferCount]
-    threadgroup_bytes: int
-    barriers: int  # threadgroup barriers, all threadgroups together
-    simd_barriers: int
-    exchanges: int  # shuffles, reductions, votes, multiplies: once a simdgroup
-    multiplies: int  # 8x8x8, once a simdgroup
-    fragment_loads: int
-    fragment_stores: int
-    threadgroups: int
-    threads: int
-
-    @property
-    def multiplies_per_load(self) -> float:
-        return self.multiplies / self.fragment_loads if self.fragment_loads else 0.0
 
 
 @dataclass
@@ -122,102 +71,8 @@ class Outputs(list):
         self.counters = launch.counters
 
 
-class Compiled:
-    """A kernel's shared object, with the runtime in it."""
-
-    def __init__(self, path: Path, array_names: list[str]) -> None:
-        self.path = path
-        self.array_names = array_names
-        self.lib = ctypes.CDLL(str(path))
-        self.lib.em_buffer.restype = ctypes.c_void_p
-        self.lib.em_buffer.argtypes = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p]
-        self.lib.em_findings.restype = ctypes.POINTER(RawFinding)
-        self.lib.em_buffers.restype = ctypes.POINTER(_RawBuffer)
-        self.lib.em_stats.restype = ctypes.POINTER(ctypes.c_uint64 * 9)
-        for name in ("em_unwritten", "em_threadgroup_bytes"):
-            getattr(self.lib, name).restype = ctypes.c_uint64
-
-        rows = inlining.chains(self.lines.image, self.lines.sections)
-        self.chains = (ctypes.c_uint32 * (3 * len(rows) + 1))(*[n for row in rows for n in row])
-        self.lib.em_chains(self.chains, len(rows))
-
-    @functools.cached_property
-    def lines(self) -> LineTable:
-        return LineTable(self.path)
-
-    def launch(self, args: Any, grid: tuple, threadgroup: tuple, order: str, seed: int) -> None:
-        three = ctypes.c_uint32 * 3
-        self.lib.em_launch(
-            self.lib.em_entry, args, three(*grid), three(*threadgroup), ORDERS[order],
-            ctypes.c_uint64(seed),
-        )  # fmt: skip
-
-    def findings(self, names: list[str]) -> list[Finding]:
-        count = ctypes.c_uint32()
-        raw = self.lib.em_findings(ctypes.byref(count))
-        if not count.value:
-            return []
-        sizes = [b.size for b in self._raw_buffers()]
-        named = {i: (n, sizes[i]) for i, n in enumerate(self._all_names(names))}
-        return [explain(raw[i], self.lines, named) for i in range(count.value)]
-
-    def counters(self, names: list[str]) -> Counters:
-        found: dict[str, BufferCount] = {}
-        widths = (1, 2, 4, 8, 16)
-        raws = self._raw_buffers()
-        for i, name in enumerate(self._all_names(names)):
-            raw = raws[i]
-            least, most = ctypes.c_uint32(), ctypes.c_uint32()
-            if raw.reads:
-                self.lib.em_read_range(i, ctypes.byref(least), ctypes.byref(most))
-            found[name] = BufferCount(
-                bytes=raw.size,
-                reads={w: n for w, n in zip(widths, raw.by_width[:5], strict=True) if n},
-                writes={w: n for w, n in zip(widths, raw.by_width[5:], strict=True) if n},
-                atomics=raw.atomics,
-                least_reads=least.value,
-                most_reads=most.value,
-            )
-        stats = list(self.lib.em_stats().contents)
-        return Counters(found, self.lib.em_threadgroup_bytes(), *stats[:8])
-
-    def _raw_buffers(self) -> list[_RawBuffer]:
-        count = ctypes.c_uint32()
-        raw = self.lib.em_buffers(ctypes.byref(count))
-        return [raw[i] for i in range(count.value)]
-
-    def _all_names(self, names: list[str]) -> list[str]:
-        """Of inputs and outputs, then of threadgroup arrays in the order of first use."""
-        count = len(self._raw_buffers())
-        every = names + [""] * (count - len(names))
-        for array, name in enumerate(self.array_names):
-            if index := self.lib.em_group_array_buffer(array):
-                every[index - 1] = name
-        return every
-
-
-@functools.lru_cache(maxsize=256)
-def lint_source(header: str, body: str) -> None:
-    if found := lint(header, "header") + lint(body, "body"):
-        raise clang.CompileError("the lint refuses:\n" + "\n".join(found))
-
-
-@functools.lru_cache(maxsize=256)
-def compile_source(
-    header: str, signature: str, body: str, entry: str, constants: tuple[tuple[int, Any], ...] = ()
-) -> Compiled:
-    rewriter = rewrite.Rewriter(constants=dict(constants))
-    header = rewriter(header)
-    body = rewriter(body)
-    text = (
-        f'#line 1 "prelude"\n{sig.PRELUDE}\n#line 1 "header"\n{header}\n'
-        f'#line 1 "signature"\n{signature}\n#line 1 "body"\n{body}\n}}\n#line 1 "entry"\n{entry}'
-    )
-    return Compiled(clang.build(text), rewriter.arrays)
-
-
 @dataclass
-class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
+class metal_kernel:  # it stands in for mx.fast.metal_kernel
     name: str
     input_names: list[str]
     output_names: list[str]
@@ -251,21 +106,12 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         self._check_call(inputs, output_shapes, output_dtypes, grid, threadgroup)
         bits = [arrays.bits_of(x) for x in inputs]
         dtypes = [arrays.dtype_name(d) for d in output_dtypes]
-        params = sig.parameters(
-            self.source,
-            [(n, d, b.shape) for n, (b, d) in zip(self.input_names, bits, strict=True)],
-            list(zip(self.output_names, dtypes, strict=True)),
-            self.atomic_outputs,
-        )
-        function = sig.function_name(self.name, template)
-        signature = sig.signature(function, self.source, params, template)
+        params, parts = self._text(bits, dtypes, template)
         if verbose:
-            print(f"{self.header}{signature}{self.source}\n}}")
-        entry = sig.entry(function, self.source, params, template)
-        constants = tuple(self.function_constants.items())
+            print(f"{parts[0]}{parts[1]}{parts[2]}\n}}")
         if settings.lint if self.lint is None else self.lint:
             lint_source(self.header, self.source)
-        compiled = compile_source(self.header, signature, self.source, entry, constants)
+        compiled = compile_parts(parts, tuple(self.function_constants.items()), settings.literal)
 
         results = [
             arrays.empty_bits(tuple(s), d) for s, d in zip(output_shapes, dtypes, strict=True)
@@ -282,7 +128,41 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         assert self.last is not None
         return Outputs(values, self.last)
 
-    def _check_call(self, inputs, output_shapes, output_dtypes, grid, threadgroup) -> None:  # noqa: ANN001
+    def registers(
+        self,
+        *,
+        inputs: list[Any],
+        output_dtypes: list[Any],
+        threadgroup: tuple[int, int, int],
+        template: list[tuple[str, Any]] | None = None,
+        **_: Any,
+    ) -> Registers:
+        """For the same arguments as a call: registers on another GPU, to rank designs by."""
+        bits = [arrays.bits_of(x) for x in inputs]
+        dtypes = [arrays.dtype_name(d) for d in output_dtypes]
+        threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
+        _, parts = self._text(bits, dtypes, template or [], threads)
+        return measure(whole_text(parts, tuple(self.function_constants.items()))[0])
+
+    def _text(
+        self,
+        bits: list[tuple[np.ndarray, str]],
+        dtypes: list[str],
+        template: list[tuple[str, Any]],
+        amd_threads: int = 0,
+    ) -> tuple[list[sig.Parameter], tuple[str, str, str, str]]:
+        params = sig.parameters(
+            self.source,
+            [(n, d, b.shape) for n, (b, d) in zip(self.input_names, bits, strict=True)],
+            list(zip(self.output_names, dtypes, strict=True)),
+            self.atomic_outputs,
+        )
+        function = sig.function_name(self.name, template)
+        signature = sig.signature(function, self.source, params, template)
+        entry = sig.entry(function, self.source, params, template, amd_threads)
+        return params, (self.header, signature, self.source, entry)
+
+    def _check_call(self, inputs, output_shapes, output_dtypes, grid, threadgroup) -> None:
         for what, got, names in (
             ("inputs", inputs, self.input_names),
             ("output_shapes", output_shapes, self.output_names),
@@ -295,7 +175,7 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         if (n := threadgroup[0] * threadgroup[1] * threadgroup[2]) > 1024:
             raise ValueError(f"{self.name}: {n} threads in a threadgroup; Metal has 1024 at most")
 
-    def _run(self, compiled, params, bits, results, grid, threadgroup, initialised) -> None:  # noqa: ANN001
+    def _run(self, compiled, params, bits, results, grid, threadgroup, initialised) -> None:
         lib = compiled.lib
         lib.em_reset()
         args = (ctypes.c_uint64 * (len(params) + 1))()
@@ -305,9 +185,10 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
         for p in params:
             if p.source == "input":
                 array = next(inputs)[0]
-                data = np.ascontiguousarray(array) if self.ensure_row_contiguous else array
+                if self.ensure_row_contiguous and not array.flags.c_contiguous:
+                    array = np.ascontiguousarray(array)
                 flags = WRITABLE | INITIALISED if p.name in self.in_place else 0
-                memory.append((_span(data), flags, True))
+                memory.append((_span(array), flags, True))
             elif p.source == "output":
                 flags = WRITABLE | (INITIALISED if initialised else 0)
                 memory.append((next(outputs), flags, initialised))
@@ -320,7 +201,7 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
             args[i] = address
         order = self.order or settings.order
         seed = settings.seed if self.seed is None else self.seed
-        compiled.launch(args, grid, threadgroup, order, seed)
+        compiled.launch(args, grid, threadgroup, order, seed, settings.seconds)
         names = [p.name for p in params]
         report = compiled.findings(names)
         for i, (data, flags, _) in enumerate(memory):
@@ -334,7 +215,8 @@ class metal_kernel:  # noqa: N801 - it stands in for mx.fast.metal_kernel
                 text = f"{missing // each} of {data.size} elements of {names[i]} were never written"
                 text += f", the first at {first.value // each}"
                 report.append(Finding("unwritten output", "?", text, names[i], first.value))
-        self.last = Launch(self.name, grid, threadgroup, report, compiled.counters(names))
+        counters = compiled.counters(names, [p.source for p in params])
+        self.last = Launch(self.name, grid, threadgroup, report, counters)
         if settings.launches is not None:
             settings.launches.append(self.last)
         if report and (settings.check if self.check is None else self.check):

@@ -102,19 +102,20 @@ class LineTable:
         r.take("B")  # default_is_stmt
         base, span, first = r.take("b"), r.take("B"), r.take("B")
         lengths = [r.take("B") for _ in range(first - 1)]
-        while r.string():  # include directories
-            pass
+        folders = [""]
+        while folder := r.string():
+            folders.append(folder + "/")
         files = [""]
         while name := r.string():
-            files.append(name)
-            for _ in range(3):
-                r.uleb()
+            files.append(folders[r.uleb()] + name)
+            r.uleb()  # time
+            r.uleb()  # size
         r.at = header
         while r.at < end:
             self._sequence(r, end, rows, files, (minimum, base, span, first), lengths)
         return end
 
-    def _sequence(self, r, end, rows, files, shape, lengths) -> None:  # noqa: ANN001
+    def _sequence(self, r, end, rows, files, shape, lengths) -> None:
         minimum, base, span, first = shape
         address, file, line = 0, 1, 1
         while r.at < end:

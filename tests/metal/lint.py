@@ -1,7 +1,7 @@
 """What Metal refuses, or this project's rules do, and clang's C++ for OpenCL accepts.
 
-A lint by tokens, not a parser: it looks at declarations, parameter lists and casts, with comments and
-strings blanked. Each rule is a function that yields (position, message).
+A lint by tokens, not a parser: it looks at declarations, parameter lists and casts, with comments
+and strings blanked. Each rule is a function that yields (position, message).
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from tests.metal.rewrite import blank, closing, split
 Hit = tuple[int, str]
 SPACES = r"(?:device|threadgroup|constant|thread|ray_data|object_data)"
 _QUALIFIED = re.compile(rf"\b{SPACES}\b")
-_TYPE = r"(?:const\s+|volatile\s+|typename\s+)*[A-Za-z_][\w:]*(?:\s*<[^;{}()]*?>)?(?:::\w+)*(?:\s+const)?"
+_TYPE = (
+    r"(?:const\s+|volatile\s+|typename\s+)*[A-Za-z_][\w:]*"
+    r"(?:\s*<[^;{}()]*?>)?(?:::\w+)*(?:\s+const)?"
+)
 _NOT_TYPES = {
     *("return", "else", "case", "goto", "using", "typedef", "new", "delete", "throw", "sizeof"),
     *("in", "operator", "public", "private", "protected", "if", "while", "for", "switch", "do"),
 }
-_FUNCTION = re.compile(r"(?<![\w.>])((?:operator\s*[^\s\w(]+|operator\s*\(\s*\)|~?[A-Za-z_]\w*))\s*(\()")
+_FUNCTION = re.compile(
+    r"(?<![\w.>])((?:operator\s*[^\s\w(]+|operator\s*\(\s*\)|~?[A-Za-z_]\w*))\s*(\()"
+)
 _KEYWORDS = {
     *("if", "for", "while", "switch", "return", "sizeof", "alignas", "decltype", "static_assert"),
     *("alignof", "catch", "constexpr", "template", "noexcept", "make", "defined", "operator"),
@@ -58,9 +63,22 @@ _WORDS = {
 }
 
 
+def _before(text: str, at: int) -> str:
+    return text[max(0, at - 200) : at]
+
+
+def _squeeze(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _head(text: str, at: int) -> str:
+    """What stands between the end of the statement before and a position."""
+    return text[max(text.rfind(c, 0, at) for c in ";{}") + 1 : at]
+
+
 def _words(text: str) -> Iterator[Hit]:
     for m in re.finditer(r"\b(?:" + "|".join(_WORDS) + r")\b", text):
-        if m.group() == "delete" and re.search(r"=\s*$", text[: m.start()]):
+        if m.group() == "delete" and re.search(r"=\s*$", _before(text, m.start())):
             continue  # a deleted member
         yield m.start(), f"{m.group()}: Metal has no {_WORDS[m.group()]}"
     for m in re.finditer(r"\blong\s+(?:double|long)\b", text):
@@ -71,7 +89,10 @@ def _words(text: str) -> Iterator[Hit]:
 
 def _includes(text: str) -> Iterator[Hit]:
     for m in re.finditer(r"^[ \t]*#[ \t]*include[ \t]*\"", text, re.M):
-        yield m.start(), "mx.fast.metal_kernel compiles text: it finds no file for a quoted #include"
+        yield (
+            m.start(),
+            "mx.fast.metal_kernel compiles text: it finds no file for a quoted #include",
+        )
     for m in re.finditer(r"^[ \t]*#[ \t]*include[ \t]*<(?!metal_)([^>]*)>", text, re.M):
         yield m.start(), f"<{m.group(1)}> is no header of Metal's"
 
@@ -90,13 +111,17 @@ def _vector_sizes(text: str) -> Iterator[Hit]:
 
 
 def _opencl_functions(text: str) -> Iterator[Hit]:
-    names = r"get_(?:global|local|group)_\w+|convert_\w+|as_(?:u?(?:char|short|int|long)|float|half)\d?"
+    names = (
+        r"get_(?:global|local|group)_\w+|convert_\w+|as_(?:u?(?:char|short|int|long)|float|half)\d?"
+    )
     for m in re.finditer(rf"\b(?:{names}|barrier|mem_fence|printf)\s*\(", text):
         yield m.start(), f"{m.group()[:-1].strip()} is OpenCL's, not Metal's"
 
 
 def _lambdas(text: str) -> Iterator[Hit]:
-    for m in re.finditer(r"(?:[=(,{;]|\breturn)\s*(\[[&=\w\s,]*\])\s*(?:\([^()]*\)\s*)?(?:->[^{;]*)?\{", text):
+    for m in re.finditer(
+        r"(?:[=(,{;]|\breturn)\s*(\[[&=\w\s,]*\])\s*(?:\([^()]*\)\s*)?(?:->[^{;]*)?\{", text
+    ):
         yield m.start(1), "lambdas need Metal 3.2; write a function"
 
 
@@ -116,22 +141,28 @@ def _is_pointer(declaration: str) -> bool:
 
 
 def _functions(text: str) -> Iterator[tuple[re.Match[str], int, int, int]]:
-    """Definitions and prototypes: (name match, start of parameters, their end, start of the body)."""
+    """Definitions: (name match, start of the parameters, their end, start of the body)."""
     for m in _FUNCTION.finditer(text):
         name = m.group(1)
         if name in _KEYWORDS:
             continue
-        before = text[: m.start()].rstrip()
-        word = re.search(r"([\w\]>*&~:}{;]|^)$", before)
-        if not word:
+        before = _before(text, m.start()).rstrip()
+        if before and not re.match(r"[\w\]>*&~:}{;,]", before[-1]):
             continue
-        last = re.search(r"(\w+)$", before)
-        if last and last.group(1) in _NOT_TYPES:
+        last = re.search(r"\w+$", before[-20:])
+        if last and last.group() in _NOT_TYPES:
             continue
-        if before[-1:] in ":," and not before.endswith("::") and name != _enclosing_class(text, m.start()):
+        if (
+            before[-1:] in ":,"
+            and not before.endswith("::")
+            and name != _enclosing_class(text, m.start())
+        ):
             continue  # an initializer of a constructor
         end = closing(text, m.start(2), "()")
-        tail = re.match(rf"\s*(?:const\b|{SPACES}\b|noexcept\b|\[\[[^\]]*\]\]|\s)*(:(?!:)[^;{{]*?)?(\{{)", text[end:])
+        tail = re.match(
+            rf"\s*(?:const\b|{SPACES}\b|noexcept\b|\[\[[^\]]*\]\]|\s)*(:(?!:)[^;{{]*?)?(\{{)",
+            text[end:],
+        )
         if not tail:
             continue
         starts_statement = not before or before[-1] in ";{}:"
@@ -150,9 +181,11 @@ def _enclosing_class(text: str, at: int) -> str | None:
             depth += 1
         elif text[i] == "{":
             if depth == 0:
-                head = re.split(r"[;{}]", text[:i])[-1]
+                head = _head(text, i)
                 found = re.search(r"\b(?:struct|class|union)\s+(?:alignas\([^)]*\)\s*)?(\w+)", head)
-                return found.group(1) if found and "(" not in head.split(found.group())[-1] else None
+                return (
+                    found.group(1) if found and "(" not in head.split(found.group())[-1] else None
+                )
             depth -= 1
     return None
 
@@ -163,8 +196,9 @@ def _parameters(text: str) -> Iterator[Hit]:
         for parameter in split(text[start:end]):
             if _is_pointer(parameter) and not _QUALIFIED.search(parameter):
                 offset = len(parameter) - len(parameter.lstrip())
-                yield at + offset, (
-                    f"parameter `{' '.join(parameter.split())}` of {m.group(1)} has no address space"
+                yield (
+                    at + offset,
+                    (f"parameter `{_squeeze(parameter)}` of {m.group(1)} has no address space"),
                 )
             at += len(parameter) + 1
 
@@ -182,16 +216,26 @@ def _locals(text: str) -> Iterator[Hit]:
         first = kind.split()[0].split("<")[0]
         if first in _NOT_TYPES or _QUALIFIED.search(kind):
             continue
-        before = text[: m.start()].rstrip()
+        before = _before(text, m.start()).rstrip()
         if before and before[-1] not in ";{}:>":
             continue  # inside an expression
         if before.endswith(">") and not re.search(r"\btemplate\s*<[^;{}]*>$", before):
             continue
-        if before.endswith(":") and not re.search(r"\b(?:public|private|protected|case[^:;]*|default)\s*:$", before):
+        if before.endswith(":") and not re.search(
+            r"\b(?:public|private|protected|case[^:;]*|default)\s*:$", before
+        ):
             continue
-        if "\n" not in m.group(1) and before and before[-1] not in ";{}" and not before.endswith(">"):
+        if (
+            "\n" not in m.group(1)
+            and before
+            and before[-1] not in ";{}"
+            and not before.endswith(">")
+        ):
             continue
-        yield m.start(3), f"`{' '.join(m.group(2, 3)).strip()}{m.group(4)} {m.group(5)}` has no address space"
+        yield (
+            m.start(3),
+            f"`{' '.join(m.group(2, 3)).strip()}{m.group(4)} {m.group(5)}` has no address space",
+        )
     for m in re.finditer(rf"\bfor\s*\(\s*({_TYPE})\s*([*&]+)\s*\w+\s*[:=]", text):
         if not _QUALIFIED.search(m.group(1)):
             yield m.start(1), f"`{m.group(1)}{m.group(2)}` in a loop has no address space"
@@ -206,7 +250,9 @@ def _casts(text: str) -> Iterator[Hit]:
         if re.search(r"[*&]\s*(?:const)?\s*$", inner) and not _QUALIFIED.search(inner):
             yield m.start(), f"a cast to `{inner.strip()}`, which has no address space"
     for m in re.finditer(rf"\(\s*({_TYPE})\s*[*&]+\s*\)\s*(?=[\w(&])", text):
-        if not _QUALIFIED.search(m.group(1)) and not re.search(r"[\w\])]\s*$", text[: m.start()]):
+        if not _QUALIFIED.search(m.group(1)) and not re.search(
+            r"[\w\])]\s*$", _before(text, m.start())
+        ):
             yield m.start(), f"a cast to `{m.group(1)}*`, which has no address space"
 
 
@@ -215,7 +261,7 @@ def _members(text: str) -> Iterator[Hit]:
         owner = _enclosing_class(text, m.start())
         if owner is None or m.group(1).lstrip("~") == owner:
             continue
-        head = re.split(r"[;{}]", text[: m.start()])[-1]
+        head = _head(text, m.start())
         if re.search(r"\b(?:static|friend)\b", head):
             continue
         if not _QUALIFIED.search(text[end:body]):
@@ -255,22 +301,26 @@ def _recursion(text: str) -> Iterator[Hit]:
 
 
 def _is_kernel(text: str, at: int) -> bool:
-    return bool(re.search(r"(?:\bkernel\b|\[\[\s*kernel\s*\]\])", re.split(r"[;{}]", text[:at])[-1]))
+    return bool(re.search(r"(?:\bkernel\b|\[\[\s*kernel\s*\]\])", _head(text, at)))
 
 
 def _kernels(text: str) -> Iterator[Hit]:
     names = {}
     for m, _, _, body in _functions(text):
-        head = re.split(r"[;{}]", text[: m.start()])[-1]
+        head = _head(text, m.start())
         if _is_kernel(text, m.start()):
             names[m.group(1)] = m.start()
             if not re.search(r"\bvoid\s*$", head.rstrip()):
                 yield m.start(), f"kernel {m.group(1)} must return void"
             continue
         inside = text[body : closing(text, body, "{}")]
-        for d in re.finditer(r"[;{}]\s*(threadgroup\s+[\w:<>, ]+?\s+\w+\s*(?:\[[^;]*\])?\s*;)", inside):
+        for d in re.finditer(
+            r"[;{}]\s*(threadgroup\s+[\w:<>, ]+?\s+\w+\s*(?:\[[^;]*\])?\s*;)", inside
+        ):
             yield body + d.start(1), "threadgroup variables belong in a kernel, not in a function"
-        for d in re.finditer(r"[;{}]\s*(static\s+(?!constexpr|constant|const\s+constant)\w+)", inside):
+        for d in re.finditer(
+            r"[;{}]\s*(static\s+(?!constexpr|constant|const\s+constant)\w+)", inside
+        ):
             yield body + d.start(1), "a static variable in a function must be constant"
 
 
@@ -288,10 +338,14 @@ RULES: list[Callable[[str], Iterator[Hit]]] = [
 def lint(text: str, file: str = "header") -> list[str]:
     """`file:line: message` for everything that breaks a rule; `#line` directives are obeyed."""
     clean = blank(text)
-    code = re.sub(r"^[ \t]*#[ \t]*(?!include|define)[^\n]*", lambda m: " " * len(m.group()), clean, flags=re.M)
+    code = re.sub(
+        r"^[ \t]*#[ \t]*(?!include|define)[^\n]*", lambda m: " " * len(m.group()), clean, flags=re.M
+    )
     hits = sorted({hit for rule in RULES for hit in rule(code)})
     marks = [(0, 1, file)]
-    for m in re.finditer(r"^[ \t]*#[ \t]*line[ \t]+(\d+)(?:[ \t]+\"([^\"\n]*)\")?[^\n]*\n?", text, re.M):
+    for m in re.finditer(
+        r"^[ \t]*#[ \t]*line[ \t]+(\d+)(?:[ \t]+\"([^\"\n]*)\")?[^\n]*\n?", text, re.M
+    ):
         marks.append((m.end(), int(m.group(1)), m.group(2) or marks[-1][2]))
     out = []
     for at, message in hits:

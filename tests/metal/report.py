@@ -19,6 +19,7 @@ KINDS = [  # the order of the runtime's enum
     "division by zero",
     "inactive lane",
     "array index",
+    "endless",
 ]
 NOBODY = 0xFFFFFFFF
 
@@ -106,6 +107,8 @@ def explain(raw: RawFinding, lines: LineTable, buffers: dict[int, tuple[str, int
         text = me
     elif kind == "inactive lane":
         text = f"{me} takes a value from lane {raw.detail}, which does not exist"
+    elif kind == "endless":
+        text = f"still running after {raw.detail} seconds of processor time ({me})"
     elif kind == "array index":
         text = f"index {raw.detail} ({me})"
     else:

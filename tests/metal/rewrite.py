@@ -2,7 +2,8 @@
 
 * `threadgroup T a[N];` becomes a reference into the runtime's arena, so that its accesses can be
   bounded and shadowed.
-* `float4(a, b)` and `vec<T, 4>(a, b)` become `metal::make<...>(a, b)`: OpenCL has no such constructor.
+* `float4(a, b)` and `vec<T, 4>(a, b)` become `metal::make<...>(a, b)`: OpenCL has no such
+  constructor; `half(x)` and `bfloat(x)` too, since clang does not convert one to the other.
 * `constant T c [[function_constant(7)]];` gets the value that the caller gave for 7.
 * A constructor cannot be qualified with `thread` in OpenCL: the word is dropped there.
 
@@ -22,7 +23,9 @@ _ALIAS = re.compile(
     rf"|\btypedef\s+(?:metal::)?(?:vec\s*<[^;]*>|(?:{_SCALARS})[234])\s*(\w+)\s*;"
 )
 _ARRAY = re.compile(r"(?:\balignas\s*\([^)]*\)\s*)?\bthreadgroup\s+([^;]*);")
-_FUNCTION_CONSTANT = re.compile(r"(\bconstant\s+\w+\s+\w+)\s*\[\[\s*function_constant\((\d+)\)\s*\]\]\s*;")
+_FUNCTION_CONSTANT = re.compile(
+    r"(\bconstant\s+\w+\s+\w+)\s*\[\[\s*function_constant\((\d+)\)\s*\]\]\s*;"
+)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'", re.S)
 
 
@@ -83,7 +86,9 @@ class Rewriter:
         def declare(m: re.Match[str]) -> str:
             before = text[: m.start()].rstrip()
             declarators = split(m.group(1))
-            head = re.fullmatch(r"([^(){}&*=\[]*[\s>])(\w+)\s*((?:\[.*\])?)\s*", declarators[0], re.S)
+            head = re.fullmatch(
+                r"([^(){}&*=\[]*[\s>])(\w+)\s*((?:\[.*\])?)\s*", declarators[0], re.S
+            )
             if not head or (before and before[-1] not in ";{}"):
                 return m.group()  # a parameter, a cast, a pointer, a function's type
             base = head.group(1).strip()
@@ -135,7 +140,7 @@ def _constructors(text: str) -> str:
     return text
 
 
-def _make_unless_declared(text: str):  # noqa: ANN202
+def _make_unless_declared(text: str):
     def make(m: re.Match[str]) -> str:
         if text[: m.start()].rstrip().endswith(("operator", "typedef", "using")):
             return m.group()
@@ -144,7 +149,7 @@ def _make_unless_declared(text: str):  # noqa: ANN202
     return make
 
 
-def _replace_outside_comments(text: str, change) -> str:  # noqa: ANN001
+def _replace_outside_comments(text: str, change) -> str:
     """Apply `change` to the code between comments and strings, as one text with marks for those."""
     kept: list[str] = []
 

@@ -1,8 +1,8 @@
 """The text that `mx.fast.metal_kernel` makes around a body, and the entry that calls it.
 
-The rules are MLX's: inputs of fewer than 8 elements live in `constant` space, scalars (0 dimensions)
-are references; `x_shape`, `x_strides`, `x_ndim` and the thread attributes exist only if the body
-mentions them; template arguments are types, ints and bools.
+The rules are MLX's: inputs of fewer than 8 elements live in `constant` space, scalars (no
+dimensions) are references; `x_shape`, `x_strides`, `x_ndim` and the thread
+attributes exist only if the body mentions them; template arguments are types, ints and bools.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def attributes(body: str) -> list[str]:
     return [name for name in ATTRIBUTES if name in body]
 
 
-def signature(name: str, body: str, params: list[Parameter], template: list[tuple[str, Any]]) -> str:
+def signature(
+    name: str, body: str, params: list[Parameter], template: list[tuple[str, Any]]
+) -> str:
     """`template <...> [[kernel]] void name(...)`, as MLX writes it."""
     text = ""
     if template:
@@ -132,8 +134,14 @@ def signature(name: str, body: str, params: list[Parameter], template: list[tupl
     return f"{text}[[kernel]] void {name}(\n" + ",\n".join(lines) + ") {\n"
 
 
-def entry(name: str, body: str, params: list[Parameter], template: list[tuple[str, Any]]) -> str:
-    """The function that the runtime calls once a thread."""
+def entry(
+    name: str,
+    body: str,
+    params: list[Parameter],
+    template: list[tuple[str, Any]],
+    amd_threads: int = 0,
+) -> str:
+    """The function that the runtime calls once a thread; for `amd_threads`, a kernel for AMD."""
     args = [
         f"{'*' if p.reference else ''}({p.pointer})em_argument({i})" for i, p in enumerate(params)
     ]
@@ -146,8 +154,8 @@ def entry(name: str, body: str, params: list[Parameter], template: list[tuple[st
             args.append(f"uint3{{{parts}}}")
     values = ", ".join(template_text(v)[1] for _, v in template)
     call = f"{name}<{values}>" if template else name
-    return (
-        'extern "C" __attribute__((visibility("default")))\n'
-        "void em_entry() {\n"
-        f"  {call}({', '.join(args)});\n}}\n"
-    )
+    head = 'extern "C" __attribute__((visibility("default"))) void em_entry()'
+    if amd_threads:
+        limit = f"__attribute__((amdgpu_flat_work_group_size(1, {amd_threads})))"
+        head = f"__kernel {limit} void em_entry(const __global ulong* em_args)"
+    return f"{head} {{\n  {call}({', '.join(args)});\n}}\n"

@@ -53,6 +53,9 @@ typedef long ptrdiff_t;
 #define EM_HERE em_file, em_line << 10 | (em_column & 1023)
 typedef const constant char* em_file_t;
 
+#ifdef EM_REGISTERS
+#include "emulator_registers.h"
+#else
 // Never merged: two calls in two branches must stay two calls.
 #define EM_MEET __attribute__((nomerge))
 
@@ -71,6 +74,7 @@ EM_MEET ulong em_multiply(ulong a, ulong b, ulong c, em_file_t file, uint line_c
 EM_MEET void em_pass(uint what, em_file_t file, uint line_column);
 void em_atomic(volatile device void* p, uint size);
 }
+#endif
 
 namespace metal {
 

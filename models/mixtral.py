@@ -1,0 +1,63 @@
+"""mixtral: llama whose MLP is a mixture of experts (Jiang et al., 2024).
+
+The router takes the top k of E, then the softmax of those k.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from qrun.blocks import Attention, MixtureMLP, Sizes, output_head
+from qrun.cache import Cache, CacheSpec
+from qrun.config import Config
+from qrun.positions import rope_from
+from qrun.weights import Weights
+
+
+class Layer:
+    def __init__(self, config: Config, weights: Weights, sizes: Sizes, index: int) -> None:
+        count = config.int("num_local_experts")
+        self.input_layernorm = weights.norm("input_layernorm", sizes.k, sizes.eps)
+        self.self_attn = Attention(
+            weights.at("self_attn"), sizes, index, window=config.int("sliding_window", 0, least=0)
+        )
+        self.post_attention_layernorm = weights.norm("post_attention_layernorm", sizes.k, sizes.eps)
+        self.block_sparse_moe = MixtureMLP(
+            weights.at("block_sparse_moe"),
+            sizes.k,
+            config.int("intermediate_size"),
+            count=count,
+            top=config.int("num_experts_per_tok", most=count),
+            renormalize=True,
+            names=("w1", "w3", "w2"),
+        )
+
+    def __call__(self, x: mx.array, cache: Cache) -> mx.array:
+        x = self.self_attn(x, cache, norm=self.input_layernorm, residual=x)
+        return self.block_sparse_moe(x, norm=self.post_attention_layernorm, residual=x)
+
+
+class Model:
+    def __init__(self, config: Config, weights: Weights) -> None:
+        config.require("hidden_act", "silu")
+        sizes = Sizes.of(config)
+        model = weights.at("model")
+        self.embed_tokens = model.embedding("embed_tokens", sizes.vocab, sizes.k)
+        self.layers = [
+            Layer(config, model.at(f"layers.{i}"), sizes, i) for i in range(sizes.layers)
+        ]
+        self.norm = model.norm("norm", sizes.k, sizes.eps)
+        self.lm_head = output_head(config, weights, self.embed_tokens, sizes)
+        rope = rope_from(config, sizes.head_dim, theta=1e6)
+        self.cache_specs = [CacheSpec(sizes.kv_heads, sizes.head_dim, rope)] * sizes.layers
+
+    def __call__(self, ids: mx.array, cache: Cache) -> mx.array:
+        """ids (M,) int32, the tokens behind the cache's end -> hidden states (M, K)."""
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x
+
+    def logits(self, x: mx.array) -> mx.array:
+        """Hidden states (M, K) -> logits (M, V)."""
+        return self.lm_head(x, norm=self.norm)

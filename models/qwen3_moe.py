@@ -1,0 +1,78 @@
+"""qwen3_moe: qwen3 with a mixture of experts in most layers (Yang et al., 2025).
+
+The router takes the softmax over all experts, then the top k of it, made to add up to 1 if
+`norm_topk_prob`. Layers in `mlp_only_layers`, or off the `decoder_sparse_step`, have a plain MLP.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from qrun.blocks import Attention, GatedMLP, MixtureMLP, Sizes, late_windows, output_head
+from qrun.cache import Cache, CacheSpec
+from qrun.config import Config
+from qrun.positions import rope_from
+from qrun.weights import Weights
+
+
+class Layer:
+    def __init__(
+        self, config: Config, weights: Weights, sizes: Sizes, index: int, window: int
+    ) -> None:
+        bias = config.bool("attention_bias", False)
+        count = config.int("num_experts", least=0)
+        self.input_layernorm = weights.norm("input_layernorm", sizes.k, sizes.eps)
+        self.self_attn = Attention(
+            weights.at("self_attn"),
+            sizes,
+            index,
+            qkv_bias=bias,
+            o_bias=bias,
+            qk_norm="head",
+            window=window,
+        )
+        self.post_attention_layernorm = weights.norm("post_attention_layernorm", sizes.k, sizes.eps)
+        sparse = count > 0 and (index + 1) % config.int("decoder_sparse_step", 1) == 0
+        self.mlp: MixtureMLP | GatedMLP
+        if sparse and index not in config.ints("mlp_only_layers"):
+            self.mlp = MixtureMLP(
+                weights.at("mlp"),
+                sizes.k,
+                config.int("moe_intermediate_size"),
+                count=count,
+                top=config.int("num_experts_per_tok", most=count),
+                renormalize=config.bool("norm_topk_prob", False),
+            )
+        else:
+            self.mlp = GatedMLP(weights.at("mlp"), sizes.k, config.int("intermediate_size"))
+
+    def __call__(self, x: mx.array, cache: Cache) -> mx.array:
+        x = self.self_attn(x, cache, norm=self.input_layernorm, residual=x)
+        return self.mlp(x, norm=self.post_attention_layernorm, residual=x)
+
+
+class Model:
+    def __init__(self, config: Config, weights: Weights) -> None:
+        config.require("hidden_act", "silu")
+        sizes = Sizes.of(config)
+        model = weights.at("model")
+        self.embed_tokens = model.embedding("embed_tokens", sizes.vocab, sizes.k)
+        self.layers = [
+            Layer(config, model.at(f"layers.{i}"), sizes, i, window)
+            for i, window in enumerate(late_windows(config, sizes.layers))
+        ]
+        self.norm = model.norm("norm", sizes.k, sizes.eps)
+        self.lm_head = output_head(config, weights, self.embed_tokens, sizes)
+        rope = rope_from(config, sizes.head_dim)
+        self.cache_specs = [CacheSpec(sizes.kv_heads, sizes.head_dim, rope)] * sizes.layers
+
+    def __call__(self, ids: mx.array, cache: Cache) -> mx.array:
+        """ids (M,) int32, the tokens behind the cache's end -> hidden states (M, K)."""
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x
+
+    def logits(self, x: mx.array) -> mx.array:
+        """Hidden states (M, K) -> logits (M, V)."""
+        return self.lm_head(x, norm=self.norm)

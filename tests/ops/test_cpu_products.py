@@ -1,0 +1,306 @@
+"""qmv, qmm and embedding of the CPU extension, on every instruction set that runs here."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from . import reference as ref
+
+ext = pytest.importorskip("qrun._ext", reason="built without the CPU extension")
+
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33]
+WIDTHS = [1, 3, 7, 8, 9, 31, 33, 97, 1024]
+DEPTHS = [32, 64, 96, 128, 256, 576, 896, 4864]
+GROUPS = [32, 64, 128]
+FLOATS = ["float32", "float16", "bfloat16"]
+
+
+def instruction_sets() -> list[str]:
+    found = []
+    for name in ["portable", "avx2", "avx512", "avx512vnni", "amx", "neon"]:
+        try:
+            ext.force_isa(name)
+        except ValueError:
+            continue
+        found.append(name)
+    return found
+
+
+BEST = ext.isa()
+ISAS = instruction_sets()
+ext.force_isa(BEST)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    ext.force_isa(request.param)
+    yield request.param
+    ext.force_isa(BEST)
+
+
+def pairwise(rng: np.random.Generator, *axes: list, rounds: int = 3) -> list[tuple]:
+    """Few tuples that show every pair of values of any two axes at least once, or nearly so."""
+    wanted = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(range(len(axes)), 2)
+        for x in axes[a]
+        for y in axes[b]
+    }
+    cases = []
+    while wanted:
+        best, gain = None, -1
+        for _ in range(30 * rounds):
+            case = tuple(axis[rng.integers(len(axis))] for axis in axes)
+            new = sum(
+                (a, case[a], b, case[b]) in wanted
+                for a, b in itertools.combinations(range(len(axes)), 2)
+            )
+            if new > gain:
+                best, gain = case, new
+        if gain == 0:
+            a, x, b, y = next(iter(wanted))
+            best = list(best)
+            best[a], best[b] = x, y
+            best = tuple(best)
+        cases.append(best)
+        wanted -= {(a, best[a], b, best[b]) for a, b in itertools.combinations(range(len(axes)), 2)}
+    return cases
+
+
+CASES = [
+    (m, n, k, bits, group, x, s)
+    for m, n, k, bits, group, x, s in pairwise(
+        np.random.default_rng(7), ROWS, WIDTHS, DEPTHS, [4, 8], GROUPS, FLOATS, FLOATS
+    )
+    if k % group == 0
+]
+
+
+def product(x: mx.array, matrix: ref.Matrix, packed: mx.array, **options: object) -> mx.array:
+    return ext.qmv(
+        x, packed, matrix.n, matrix.k, matrix.bits, matrix.group,
+        scale_dtype=matrix.scale_dtype, **options,
+    )  # fmt: skip
+
+
+def pack(matrix: ref.Matrix) -> mx.array:
+    return ext.pack(matrix.w, matrix.scales, matrix.biases, matrix.bits, matrix.group)
+
+
+def random(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> mx.array:
+    return mx.array(rng.normal(size=shape)).astype(ref.DTYPES[dtype])
+
+
+def test_every_row_count_and_width_is_covered() -> None:
+    assert {c[0] for c in CASES} == set(ROWS) and {c[1] for c in CASES} == set(WIDTHS)
+    assert {c[2] for c in CASES} == set(DEPTHS) and {c[4] for c in CASES} == set(GROUPS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_accumulation(isa: str, case: tuple) -> None:
+    m, n, k, bits, group, x_dtype, s_dtype = case
+    rng = np.random.default_rng(abs(hash(case)) % 2**32)
+    matrix = ref.Matrix(rng, n, k, bits, group, s_dtype)
+    x = random(rng, m, k, dtype=x_dtype)
+    want = ref.f64(x) @ matrix.dense.T
+    # The plain op in that dtype: float32 sums, one rounding.
+    plain = ref.f64(x).astype(np.float32) @ matrix.dense.astype(np.float32).T
+    plain = ref.round_to(plain.astype(np.float64), x_dtype)
+    packed = pack(matrix)
+    got = product(x, matrix, packed)
+    assert got.dtype == x.dtype and got.shape == (m, n)
+    ref.assert_accumulates(got, want, plain, x_dtype)
+    ref.assert_accumulates(product(x, matrix, packed, activations="exact"), want, plain, x_dtype)
+    # One digit a group of x: half a step of 1/127 of its maximum, at random, on every element.
+    scale = np.abs(want).max() if k > 64 else np.abs(matrix.dense).sum(1).max()
+    error = np.abs(ref.f64(product(x, matrix, packed, activations="int8")) - want).max()
+    assert error < 0.06 * scale + ref.ulp(float(np.abs(want).max()), x_dtype)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize(
+    ("group", "s_dtype"), [(32, "float16"), (64, "bfloat16"), (128, "float32")]
+)
+def test_one_hot_rows_give_the_matrix(isa: str, bits: int, group: int, s_dtype: str) -> None:
+    rng = np.random.default_rng(bits)
+    matrix = ref.Matrix(rng, 41, 384, bits, group, s_dtype)
+    packed = pack(matrix)
+    eye = mx.eye(384)
+    for rows in (384, 5, 1):  # the three kinds of kernel
+        got = np.concatenate(
+            [
+                np.array(product(eye[i : i + rows], matrix, packed))
+                for i in range(0, 384 if rows > 1 else 20, rows)
+            ]
+        )
+        np.testing.assert_array_equal(got, matrix.dense32.T[: len(got)])
+    ids = mx.array(rng.permutation(41).astype(np.int32))
+    rows = ext.embedding(ids, packed, 41, 384, bits, group, matrix.scale_dtype, mx.float32)
+    np.testing.assert_array_equal(np.array(rows), matrix.dense32[np.array(ids)])
+
+
+def test_a_row_has_the_same_bits_in_any_company(isa: str) -> None:
+    rng = np.random.default_rng(3)
+    matrix = ref.Matrix(rng, 97, 576, 4, 64, "float16")
+    packed = pack(matrix)
+    x = random(rng, 33, 576)
+    alone = np.concatenate([np.array(product(x[i : i + 1], matrix, packed)) for i in range(33)])
+    for rows in (2, 3, 5, 8, 9, 16, 33):
+        np.testing.assert_array_equal(np.array(product(x[:rows], matrix, packed)), alone[:rows])
+    before = ext.threads()
+    try:
+        for n in (1, 2, 5):
+            ext.set_threads(n)
+            np.testing.assert_array_equal(np.array(product(x, matrix, packed)), alone)
+    finally:
+        ext.set_threads(before)
+
+
+@pytest.mark.parametrize("case", [(1, 3, 32, 4, 32), (3, 7, 96, 8, 32), (17, 33, 128, 4, 128)])
+def test_nothing_is_read_behind_the_arrays(isa: str, case: tuple) -> None:
+    m, n, k, bits, group = case
+    rng = np.random.default_rng(1)
+    matrix = ref.Matrix(rng, n, k, bits, group, "float16")
+    guarded = ext.guarded
+    packed = ext.pack(
+        guarded(matrix.w), guarded(matrix.scales), guarded(matrix.biases), bits, group
+    )
+    x, weight, bias, residual = (random(rng, *s) for s in [(m, k), (k,), (n,), (m, n)])
+    options = {"norm_weight": weight, "eps": 1e-5, "bias": bias, "residual": residual}
+    want = product(x, matrix, packed, **options)
+    options = {name: guarded(a) if isinstance(a, mx.array) else a for name, a in options.items()}
+    got = product(guarded(x), matrix, guarded(packed), **options)
+    np.testing.assert_array_equal(np.array(got), np.array(want))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("activation", ["none", "swiglu", "geglu"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_prologue_and_epilogue(isa: str, rows: int, activation: str, dtype: str) -> None:
+    rng = np.random.default_rng(rows)
+    n, k = 50, 128
+    matrix = ref.Matrix(rng, n, k, 4, 32, "float16")
+    width = n if activation == "none" else n // 2
+    x, weight, bias, residual = (
+        random(rng, *s, dtype=dtype) for s in [(rows, k), (k,), (n,), (rows, width)]
+    )
+    y = ref.rms_norm(ref.f64(x), ref.f64(weight), 1e-5) @ matrix.dense.T * 0.125 + ref.f64(bias)
+    if activation != "none":
+        gate = ref.silu if activation == "swiglu" else ref.gelu_tanh
+        y = gate(y[:, ::2]) * y[:, 1::2]
+    y += ref.f64(residual)
+    got = product(
+        x, matrix, pack(matrix), norm_weight=weight, eps=1e-5, bias=bias, residual=residual,
+        activation=activation, scale=0.125,
+    )  # fmt: skip
+    error = np.abs(ref.f64(got) - y).max()
+    assert error <= ref.ulp(float(np.abs(y).max()), dtype) + 2e-6 * np.abs(y).max()
+
+
+def test_strided_inputs_are_read_in_their_order(isa: str) -> None:
+    rng = np.random.default_rng(5)
+    matrix = ref.Matrix(rng, 33, 64, 4, 32, "float16")
+    packed = pack(matrix)
+    x = random(rng, 64, 6)
+    for strided in (x.T, x.T[::2], x.T[:, ::-1], mx.broadcast_to(x[:, :1].T, (4, 64))):
+        got = product(strided, matrix, packed)
+        want = product(mx.array(np.array(strided)), matrix, packed)
+        np.testing.assert_array_equal(np.array(got), np.array(want))
+    wide = mx.zeros((33, 16), dtype=mx.uint32)
+    wide[:, ::2] = matrix.w
+    again = ext.pack(wide[:, ::2], matrix.scales, matrix.biases, 4, 32)
+    np.testing.assert_array_equal(np.array(again), np.array(packed))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 17])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_non_finite_numbers_come_through(isa: str, rows: int, bad: float) -> None:
+    rng = np.random.default_rng(6)
+    matrix = ref.Matrix(rng, 17, 64, 4, 32, "float16")
+    x = np.array(random(rng, rows, 64))
+    x[0, 40] = bad
+    y = np.array(product(mx.array(x), matrix, pack(matrix)))
+    assert not np.isfinite(y[0]).any() and np.isfinite(y[1:]).all()
+
+
+def test_large_and_small_numbers(isa: str) -> None:
+    rng = np.random.default_rng(8)
+    matrix = ref.Matrix(rng, 16, 64, 4, 32, "float32")
+    packed = pack(matrix)
+    x = random(rng, 3, 64)
+    for factor in (1e-30, 1e-20, 1e20, 1e30):
+        got = ref.f64(product(x * factor, matrix, packed)) / factor
+        np.testing.assert_allclose(got, ref.f64(x) @ matrix.dense.T, rtol=0, atol=1e-4)
+    assert not np.array(product(mx.zeros((3, 64)), matrix, packed)).any()
+
+
+def test_fp4(isa: str) -> None:
+    rng = np.random.default_rng(9)
+    w, scales = mx.quantize(random(rng, 37, 128), group_size=32, bits=4, mode="mxfp4")
+    dense = mx.dequantize(w, scales, group_size=32, bits=4, mode="mxfp4")
+    packed = ext.pack(w, scales, None, 4, 32, mode="mxfp4")
+    for rows in (1, 4, 17):
+        x = random(rng, rows, 128)
+        got = ext.qmv(x, packed, 37, 128, 4, 32, scale_dtype=mx.float32, mode="mxfp4")
+        want = ref.f64(x) @ ref.f64(dense).T
+        assert np.abs(ref.f64(got) - want).max() < 3e-6 * np.abs(want).max()
+    eye = ext.qmv(mx.eye(128), packed, 37, 128, 4, 32, scale_dtype=mx.float32, mode="mxfp4")
+    np.testing.assert_array_equal(np.array(eye).T, np.array(dense.astype(mx.float32)))
+
+
+def test_ops_compile(isa: str) -> None:
+    rng = np.random.default_rng(2)
+    matrix = ref.Matrix(rng, 64, 64, 4, 32, "float16")
+    packed = pack(matrix)
+
+    @mx.compile
+    def twice(x: mx.array) -> mx.array:
+        return product(product(x, matrix, packed), matrix, packed, residual=x)
+
+    for _ in range(3):
+        x = random(rng, 2, 64)
+        want = product(product(x, matrix, packed), matrix, packed, residual=x)
+        np.testing.assert_array_equal(np.array(twice(x)), np.array(want))
+
+
+def test_violations_are_named() -> None:
+    rng = np.random.default_rng(4)
+    matrix = ref.Matrix(rng, 34, 64, 4, 32, "float16")
+    packed = pack(matrix)
+    x = random(rng, 2, 64)
+    with pytest.raises(ValueError, match=r"x has shape \(2, 32\).*k = 64"):
+        product(x[:, :32], matrix, packed)
+    with pytest.raises(ValueError, match="packed has shape"):
+        product(x, matrix, packed[:-1])
+    with pytest.raises(ValueError, match="residual has shape"):
+        product(x, matrix, packed, residual=x)
+    with pytest.raises(ValueError, match="activation must be"):
+        product(x, matrix, packed, activation="relu")
+    with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
+        product(x.astype(mx.int32), matrix, packed)
+    with pytest.raises(ValueError, match="7 bits"):
+        ext.pack(matrix.w, matrix.scales, matrix.biases, 7, 32)
+    with pytest.raises(ValueError, match="group_size must be"):
+        ext.pack(matrix.w, matrix.scales, matrix.biases, 4, 16)
+    with pytest.raises(ValueError, match="even"):
+        odd = ref.Matrix(rng, 33, 64, 4, 32, "float16")
+        product(x, odd, pack(odd), activation="swiglu")
+
+
+@pytest.mark.parametrize("name", ["nonsense", "neon" if "neon" not in ISAS else "amx"])
+def test_an_unknown_instruction_set_is_an_error(name: str) -> None:
+    with pytest.raises(ValueError, match="QRUN_ISA"):
+        ext.force_isa(name)
+    run = subprocess.run(
+        [sys.executable, "-c", "import mlx.core, qrun._ext as e; e.isa()"],
+        env={**os.environ, "QRUN_ISA": name}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode != 0 and name in run.stderr
