@@ -44,6 +44,11 @@ struct Case {
   int m, n, k, g;  // of a product, to be checked; 0: none
 };
 
+template <typename F>
+void raise_shared_memory(F* kernel, int bytes) {
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
 inline std::vector<Case>& cases() {
   static std::vector<Case> all;
   return all;

@@ -1,7 +1,7 @@
 """Times the CUDA kernels, one against another, on this GPU or in two steps.
 
-    python scripts/bench_cuda.py emit build/NAME [GROUP ...]   anywhere: writes the cases as CUDA C++
-    bash build/NAME/run.sh [TEXT]                              on the GPU machine: nvcc, then run
+    python scripts/bench_cuda.py emit build/NAME [GROUP ...]   here: the cases as CUDA C++
+    bash build/NAME/run.sh [TEXT]                              there: nvcc, then run them
 
 Weights are rotated past the L2 cache, launches are replayed from a CUDA graph, products are checked
 against float64. GROUPs: qmv qmm sdpa. Neither MLX nor Python is needed on the GPU machine.
@@ -82,8 +82,8 @@ class Recording:
             grid = (given["grid"][0] // threads, *given["grid"][1:])
             shared = made["shared_memory"]
             self.launches.append(
-                f"cudaFuncSetAttribute({kernel}, cudaFuncAttributeMaxDynamicSharedMemorySize, {shared});"
-                f" {kernel}<<<dim3{grid}, {threads}, {shared}, stream>>>({', '.join(arguments)});"
+                f"raise_shared_memory({kernel}, {shared}); {kernel}"
+                f"<<<dim3{grid}, {threads}, {shared}, stream>>>({', '.join(arguments)});"
             )
             return made_of
 

@@ -1,4 +1,4 @@
-"""Runs every CUDA op on this GPU at odd shapes against the float64 references; prints what is wrong.
+"""Runs every CUDA op on this GPU at odd shapes against float64; prints what is wrong.
 
 python scripts/check_cuda.py [TEXT]     only the cases whose label contains TEXT
 """

@@ -119,6 +119,8 @@ def qmv_tile(rows: int, k: int, group: int) -> QmvTile:
     """Each pass over the columns of an mma costs twelve registers a lane (qmv.cuh)."""
     passes, steps = ceil_div(rows, 8 * group // 128), ceil_div(k, 128)
     warps, blocks = (16, 2) if passes == 1 else (8, 2) if passes <= 4 else (8, 1)
+    if group == 128 and passes == 1:  # all eight columns are rows of x: more addresses
+        warps, blocks = 8, 3
     while warps > 4 and warps // 2 >= steps:
         warps, blocks = warps // 2, blocks * 2
     return QmvTile(warps, blocks, 2)

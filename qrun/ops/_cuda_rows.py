@@ -170,10 +170,11 @@ def _sdpa_decode(
         "values": ((batch * heads * length, splits, d), mx.float32),
         "stats": ((batch * heads * length, splits, 2), mx.float32),
     }
+    where = "y, nullptr, nullptr" if splits == 1 else "nullptr, values, stats"
     out = launch(
         "sdpa/sdpa_decode.cuh",
         "qrun::SdpaDecode<T, C, D, VEC, ROWS, WARPS>"
-        f"{{q, k_cache, v_cache, offset, {sizes}, {splits}}}.run({'y, nullptr, nullptr' if splits == 1 else 'nullptr, values, stats'});",
+        f"{{q, k_cache, v_cache, offset, {sizes}, {splits}}}.run({where});",
         arrays,
         one if splits == 1 else parts,
         {
