@@ -14,7 +14,6 @@ mlx_version: str
 
 Activation = Literal["none", "swiglu", "geglu"]
 Activations = Literal["default", "exact", "int8"]
-Mode = Literal["affine", "mxfp4"]
 
 def pack(
     w: mx.array,  # (N, K*bits/32) uint32
@@ -22,7 +21,7 @@ def pack(
     biases: mx.array | None,
     bits: int,
     group_size: int,
-    mode: Mode = "affine",
+    mode: str = "affine",
 ) -> mx.array:  # (bytes,) uint8
     """Repack into the stream that the products read. Bits 2 to 8 except 7, groups 32, 64, 128.
 
@@ -45,7 +44,7 @@ def qmv(
     activation: Activation = "none",  # gated: rows of w alternate gate, up
     scale: float = 1.0,
     activations: Activations = "default",
-    mode: Mode = "affine",
+    mode: str = "affine",
 ) -> mx.array:  # (..., N), or (..., N/2) when gated
     """act(scale * x @ w.T + bias) + residual, summed in whole numbers and float32."""
 
@@ -66,13 +65,13 @@ def embedding(
     scale_dtype: mx.Dtype,
     dtype: mx.Dtype,
     scale: float = 1.0,
-    mode: Mode = "affine",
+    mode: str = "affine",
 ) -> mx.array: ...
 def rope(
     qkv: mx.array,  # (B, L, (H + 2*Hkv) * D)
     k_cache: mx.array,  # (B, Hkv, C, D), updated in place
     v_cache: mx.array,
-    offset: mx.array,  # int32 (1,)
+    offset: mx.array,  # int32 (P,), the first counts
     table: mx.array,  # float32 (C, R/2, 2): cos, sin
     *,
     heads: int,
@@ -86,7 +85,7 @@ def sdpa(
     q: mx.array,  # (B, H, L, D)
     k_cache: mx.array,  # (B, Hkv, C, D)
     v_cache: mx.array,
-    offset: mx.array,  # int32 (1,)
+    offset: mx.array,  # int32 (P,), the first counts
     *,
     scale: float,
     window: int = 0,

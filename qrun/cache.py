@@ -26,7 +26,7 @@ class CacheSpec:
 class Cache:
     """State of one generation. Per layer: keys and values (B, Hkv, C, D), and a rope table.
 
-    `length` positions are held; `offset` is the same number as an int32 array of one element, for
+    `length` positions are held; `offset` is the same number as an int32 array, for
     the ops. Models replace `keys[i]` and `values[i]` by what `ops.rope` returns. `planned` is the
     number of positions asked for, which rules like longrope look at; `capacity` is what there is.
     """
@@ -43,7 +43,7 @@ class Cache:
         self.keys: list[mx.array] = []
         self.values: list[mx.array] = []
         self.tables: list[mx.array] = []
-        self.offset = mx.array([0], mx.int32)
+        self.offset = _position(0)
         self.reserve(capacity)
 
     def reserve(self, capacity: int) -> None:
@@ -87,7 +87,7 @@ class Cache:
     def advance(self, count: int) -> None:
         """Count `count` more positions as held."""
         self.length += count
-        self.offset = mx.array([self.length], mx.int32)
+        self.offset = _position(self.length)
 
     @property
     def nbytes(self) -> int:
@@ -97,3 +97,8 @@ class Cache:
     def bytes_held(self) -> int:
         """Bytes of the keys and values that a decode step reads."""
         return self.nbytes * self.length // self.capacity
+
+
+def _position(length: int) -> mx.array:
+    """The ops read the first of four: MLX keeps arrays of up to 8 bytes in host memory on CUDA."""
+    return mx.array([length, 0, 0, 0], mx.int32)

@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 import click
 
-from qrun import __version__
+from qrun import __version__, printing
 from qrun.errors import QrunError, UsageError
-
-if TYPE_CHECKING:
-    from qrun.generation import Generation
-    from qrun.inspect import Report
-    from qrun.loader import LoadedModel
 
 EXIT_CODES = """\b
 Exit codes:
@@ -111,13 +104,13 @@ def generate(
     if as_json and stream_json:
         raise UsageError("--json and --stream-json exclude each other")
     text = _read_prompt(prompt, prompt_file)
-    _show_warnings(not quiet)
+    printing.show_warnings(not quiet)
 
     import qrun
 
     loaded = qrun.load(model, revision=revision, dtype=dtype)
     if verbose:
-        _describe(loaded)
+        printing.print_description(loaded)
     sampling = qrun.Sampling(
         temperature=temperature,
         top_k=top_k,
@@ -135,19 +128,19 @@ def generate(
     ):
         result = piece.result
         if stream_json:
-            _print_json({"text": piece.text})
+            printing.print_json({"text": piece.text})
         elif not as_json:
             click.echo(piece.text, nl=False)
             sys.stdout.flush()
     assert result is not None
     if as_json:
-        _print_json(_summary(loaded, result))
+        printing.print_json(printing.summary(loaded, result))
     elif stream_json:
-        _print_json({"result": _summary(loaded, result)})
+        printing.print_json({"result": printing.summary(loaded, result)})
     elif result.text and not result.text.endswith("\n"):
         click.echo()
     if stats:
-        _print_stats(loaded, result)
+        printing.print_stats(loaded, result)
 
 
 @cli.command(epilog=EXIT_CODES)
@@ -163,6 +156,11 @@ def generate(
     type=click.Choice(["float32", "float16", "bfloat16"]),
     help="Type of scales and of unquantized tensors. Default: the source's 16-bit type.",
 )
+@click.option(
+    "--recipe",
+    type=click.Choice(["mixed_3_6", "mixed_4_6", "mixed_4_8"]),
+    help="Mixed precision: more bits for embedding, head, and the outer layers' v and down.",
+)
 @click.option("--force", is_flag=True, help="Replace DST if it exists.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress, no warnings.")
 def convert(
@@ -172,6 +170,7 @@ def convert(
     group_size: int | None,
     mode: str | None,
     dtype: str | None,
+    recipe: str | None,
     force: bool,
     quiet: bool,
 ) -> None:
@@ -179,7 +178,7 @@ def convert(
 
     GGUF tensors in Q4_0, Q4_1 and Q8_0 keep their exact values; DST appears only when complete.
     """
-    _show_warnings(not quiet)
+    printing.show_warnings(not quiet)
 
     from qrun.hardware import require_mlx
 
@@ -193,8 +192,9 @@ def convert(
         group_size=group_size,
         mode=mode,
         dtype=dtype,
+        recipe=recipe,
         force=force,
-        progress=_progress_bar() if sys.stderr.isatty() and not quiet else None,
+        progress=printing.progress_bar() if sys.stderr.isatty() and not quiet else None,
     )
     if not quiet:
         lines = [
@@ -271,7 +271,7 @@ def bench(
     if plot is not None:
         report.plot(result, plot)
     if as_json:
-        _print_json(result)
+        printing.print_json(result)
     else:
         click.echo(f"{result['device']}, {result['backend']}, {result['threads']} threads")
         click.echo(report.table(rows))
@@ -295,9 +295,9 @@ def inspect(model: str, context: int | None, as_json: bool) -> None:
 
     found = look(model, length=context)
     if as_json:
-        _print_json(found.as_json())
+        printing.print_json(found.as_json())
     else:
-        click.echo(_report_text(found))
+        click.echo(printing.inspection(found))
     sys.stdout.flush()
     sys.exit(found.exit_code)
 
@@ -339,7 +339,7 @@ def _reader_left() -> NoReturn:
 
 
 def _fail(message: str, hint: str | None, code: int) -> None:
-    click.echo(f"{_paint('qrun: error:', 'red')} {message}", err=True)
+    click.echo(f"{printing.paint('qrun: error:', 'red')} {message}", err=True)
     if hint:
         click.echo(f"  hint: {hint}", err=True)
     sys.exit(code)
@@ -348,22 +348,6 @@ def _fail(message: str, hint: str | None, code: int) -> None:
 def _command_path(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     return context.command_path if context is not None else "qrun"
-
-
-def _paint(text: str, color: str) -> str:
-    plain = bool(os.environ.get("NO_COLOR")) or not sys.stderr.isatty()
-    return text if plain else click.style(text, fg=color, bold=True)
-
-
-def _show_warnings(show: bool) -> None:
-    """Warnings become one line each on stderr, or nothing."""
-
-    def line(message: Warning | str, *_: Any, **__: Any) -> None:
-        if show:
-            click.echo(f"{_paint('qrun: warning:', 'yellow')} {message}", err=True)
-
-    warnings.showwarning = line
-    warnings.simplefilter("always", UserWarning)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -395,112 +379,6 @@ def _parse_bias(entries: tuple[str, ...]) -> dict[int, float]:
         except ValueError:
             raise UsageError(f"--logit-bias takes ID=BIAS, not {entry!r}") from None
     return bias
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False))
-    sys.stdout.flush()
-
-
-def _summary(model: LoadedModel, result: Generation) -> dict[str, Any]:
-    return {
-        "text": result.text,
-        "tokens": result.tokens,
-        "finish_reason": result.finish_reason,
-        "prompt_tokens": result.prompt_tokens,
-        "generated_tokens": len(result.tokens),
-        "seed": result.seed,
-        "load_seconds": round(model.load_seconds, 4),
-        "prefill_seconds": round(result.timings.prefill, 4),
-        "decode_seconds": round(result.timings.decode, 4),
-        "prefill_tokens_per_second": round(result.prefill_rate, 1),
-        "decode_tokens_per_second": round(result.decode_rate, 1),
-    }
-
-
-def _describe(model: LoadedModel) -> None:
-    """--verbose: what runs where, and what was ignored."""
-    from qrun.hardware import device_name
-    from qrun.ops import _launch
-
-    name = str(model.dtype).removeprefix("mlx.core.")
-    lines = [
-        f"model    {model.folder} ({model.step_bytes / 1e6:.0f} MB a step, {name}, "
-        f"context {model.context}, stop tokens {sorted(model.eos)})",
-        f"backend  {_launch.backend().NAME} on {device_name()}",
-        *(f"note     {note}" for note in model.notes),
-    ]
-    click.echo("\n".join(lines), err=True)
-
-
-def _print_stats(model: LoadedModel, result: Generation) -> None:
-    """--stats: speeds, and the share of the bandwidth measured on this machine just now."""
-    from qrun.hardware import peak_memory, read_bandwidth
-
-    first = model.load_seconds + result.timings.prefill
-    rate = result.decode_rate * (model.step_bytes + result.cache_bytes)
-    peak = peak_memory()  # before measuring the bandwidth, which takes memory itself
-    wall = read_bandwidth()
-    lines = [
-        f"load      {model.load_seconds:8.3f} s",
-        f"first     {first:8.3f} s    (load and prefill)",
-        f"prefill   {result.prefill_rate:8.1f} tok/s   {result.prompt_tokens} tokens",
-        f"decode    {result.decode_rate:8.1f} tok/s   {len(result.tokens)} tokens",
-        f"memory    {rate / 1e9:8.2f} GB/s    {rate / wall:.0%} of the {wall / 1e9:.1f} GB/s "
-        "measured here",
-        f"peak      {peak / 1e6:8.0f} MB",
-    ]
-    click.echo("\n".join(lines), err=True)
-
-
-def _report_text(found: Report) -> str:
-    """`qrun inspect`, for people."""
-
-    def size(n: float) -> str:
-        return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
-
-    lines = [f"folder        {found.folder}", f"architecture  {found.architecture or 'unknown'}"]
-    if found.parameters:
-        lines.append(
-            f"parameters    {found.parameters / 1e6:.1f} M in {size(found.weight_bytes)}, "
-            f"{found.bits:.2f} bits each; a step reads {size(found.step_bytes)}"
-        )
-        for kind in found.kinds:
-            formats = ", ".join(
-                f"{name} ({n})" if len(kind.formats) > 1 else name
-                for name, n in kind.formats.items()
-            )
-            lines.append(
-                f"  {kind.name:20} {kind.count:5} x {kind.parameters / 1e6:9.2f} M  "
-                f"{kind.bits:6.2f} bits  {formats}".rstrip()
-            )
-        total = size(found.weight_bytes + found.cache_bytes)
-        lines.append(
-            f"memory        {total} for {found.length} positions: weights, and "
-            f"{size(found.cache_bytes)} of {found.dtype} cache"
-        )
-    if found.context:
-        lines.append(f"context       {found.context}")
-    lines.append(f"stop tokens   {', '.join(map(str, found.stop_tokens)) or 'none'}")
-    lines.append(f"template      {found.template}")
-    lines += [f"note          {note}" for note in found.notes]
-    for problem in found.problems:
-        lines += [f"problem       {problem.text}", f"  remedy      {problem.remedy}"]
-    lines.append("It would load." if found.loads else "It would not load.")
-    return "\n".join(lines)
-
-
-def _progress_bar() -> Callable[[str, int, int], None]:
-    """A callback (phase, done, total) that keeps one line on stderr up to date."""
-
-    def show(phase: str, done: int, total: int) -> None:
-        share = done / total if total else 1.0
-        bar = "#" * int(30 * share)
-        click.echo(f"\r{phase:12} [{bar:30}] {share:4.0%}", nl=False, err=True)
-        if done >= total:
-            click.echo(err=True)
-
-    return show
 
 
 if __name__ == "__main__":

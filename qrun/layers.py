@@ -87,11 +87,14 @@ class Linear:
     ) -> mx.array:
         """As QuantizedLinear."""
         h = x if norm is None else norm(x)
-        # 16-bit products of MLX's CPU backend sum in 16 bits; float32 is right and faster there.
-        y = h.astype(mx.float32) @ self.weight.astype(mx.float32).T
-        if scale != 1.0:
-            y = y * scale
-        return epilogue(y, self.bias, residual, activation).astype(x.dtype)
+        return ops.gemm(
+            h,
+            self.weight,
+            bias=self.bias,
+            residual=residual,
+            activation=activation,
+            scale=scale,
+        )
 
 
 @dataclass(frozen=True)

@@ -63,11 +63,11 @@ def table(rows: Sequence[Row]) -> str:
 def plot(measured: dict[str, Any], path: Path) -> None:
     """The roofline (Williams et al., 2009): operations a second over operations a byte."""
     try:
-        import matplotlib
+        import matplotlib  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UsageError("--plot needs matplotlib", hint="run: pip install matplotlib") from None
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     rows = [r for r in measured["rows"] if r["flops"]]
     wall, peak = measured["read_bytes_per_second"] / 1e9, measured["peak_gflops"]

@@ -135,9 +135,7 @@ def test_prefill_in_chunks_equals_one_chunk(
     assert np.abs(whole - parts).max() <= 1e-5 * np.abs(whole).max()
 
 
-def test_steps_queued_without_waiting_keep_their_order(
-    backend: Any, tiny_folder: Path
-) -> None:
+def test_steps_queued_without_waiting_keep_their_order(backend: Any, tiny_folder: Path) -> None:
     """A step must follow the one before it also where nothing but the cache connects the two."""
     model = load(tiny_folder, dtype="float32")
     cache = model.new_cache(len(IDS))

@@ -244,7 +244,7 @@ std::vector<mx::array> rope(const mx::array& qkv, const mx::array& k_cache,
   require_shape("rope", "k_cache", k_cache, {a.batch, kv_heads, a.capacity, head_dim});
   require_shape("rope", "v_cache", v_cache, k_cache.shape());
   require(k_cache.dtype() == v_cache.dtype(), "rope: k_cache and v_cache must have one dtype");
-  require(offset.dtype() == mx::int32 && offset.size() == 1, "rope: offset must be one int32");
+  require(offset.dtype() == mx::int32 && offset.size() >= 1, "rope: offset must be int32");
   require(table.dtype() == mx::float32 && table.ndim() == 3 && table.shape(2) == 2 &&
               2 * table.shape(1) <= head_dim,
           "rope: table has shape " + text(table.shape()) +
@@ -286,7 +286,7 @@ mx::array sdpa(const mx::array& q, const mx::array& k_cache, const mx::array& v_
   require(a.kv_heads >= 1 && a.heads % a.kv_heads == 0,
           "sdpa: heads = " + std::to_string(a.heads) + " is not a multiple of kv_heads = " +
               std::to_string(a.kv_heads));
-  require(offset.dtype() == mx::int32 && offset.size() == 1, "sdpa: offset must be one int32");
+  require(offset.dtype() == mx::int32 && offset.size() >= 1, "sdpa: offset must be int32");
   require(window >= 0 && softcap >= 0, "sdpa: window and softcap must not be negative");
   a.window = window;
   a.scale = scale;

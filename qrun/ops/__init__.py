@@ -3,6 +3,7 @@
 from qrun.ops.argmax import argmax
 from qrun.ops.embedding import embedding
 from qrun.ops.gather_qmm import gather_qmm
+from qrun.ops.gemm import gemm
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.qmm import qmm
 from qrun.ops.qmv import qmv
@@ -17,6 +18,7 @@ __all__ = [
     "argmax",
     "embedding",
     "gather_qmm",
+    "gemm",
     "qmm",
     "qmv",
     "rms_norm",

@@ -24,6 +24,7 @@ rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
 argmax = _ext.argmax
 sample = on_host
+gemm = _mlx.gemm
 
 
 def traced(step: Step) -> Step:

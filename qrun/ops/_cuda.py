@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from qrun.ops import _mlx
 from qrun.ops._cuda_product import qmm, qmv
 from qrun.ops._cuda_rows import argmax, embedding, rms_norm, rope, sdpa, swiglu
 from qrun.ops._launch import Step
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
+from qrun.quantization import Quantization
 
 __all__ = [
     "NAME",
     "QMV_ROWS",
     "argmax",
     "embedding",
+    "gemm",
+    "has_kernel",
     "pack",
     "qmm",
     "qmv",
@@ -30,6 +34,11 @@ NAME = "cuda"
 QMV_ROWS = 16
 
 sample = on_device
+gemm = _mlx.gemm
+
+
+def has_kernel(spec: Quantization) -> bool:
+    return True
 
 
 def traced(step: Step) -> Step:

@@ -43,6 +43,7 @@ class Backend(Protocol):
     pack: Callable[[QuantizedMatrix], mx.array | None]
     qmv: Callable[..., mx.array]
     qmm: Callable[..., mx.array]
+    gemm: Callable[..., mx.array]
     sdpa: Callable[..., mx.array]
     rope: Callable[..., tuple[mx.array, mx.array, mx.array]]
     rms_norm: Callable[[mx.array, mx.array, float], mx.array]
@@ -61,8 +62,7 @@ def backend() -> Backend:
 def _backend(on_cpu: bool) -> Backend:
     if on_cpu:
         return _load("_cpu" if native_problem() is None else "_mlx")
-    gpu = "_metal" if mx.metal.is_available() else "_cuda"
-    return _load(gpu if find_spec(f"qrun.ops.{gpu}") else "_mlx")
+    return _load("_metal_backend" if mx.metal.is_available() else "_cuda")
 
 
 def _load(name: str) -> Backend:

@@ -55,6 +55,23 @@ def qmv(
 qmm = qmv
 
 
+def gemm(
+    x: mx.array,
+    w: mx.array,
+    *,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    if mx.default_device().type == mx.cpu or w.dtype != x.dtype:
+        # MLX's CPU backend sums 16-bit products in 16 bits; float32 is right and faster there.
+        y = x.astype(mx.float32) @ w.astype(mx.float32).T
+    else:
+        y = (x @ w.T).astype(mx.float32)
+    return epilogue(y if scale == 1.0 else y * scale, bias, residual, activation).astype(x.dtype)
+
+
 def _product(h: mx.array, m: QuantizedMatrix) -> mx.array:
     w, scales, biases = _arrays(m)
     return mx.quantized_matmul(h, w, scales, biases, transpose=True, **_spec(m))
@@ -135,6 +152,7 @@ def rope(
         q = mx.fast.rms_norm(q, q_norm.astype(mx.float32), eps)
     if k_norm is not None:
         k = mx.fast.rms_norm(k, k_norm.astype(mx.float32), eps)
+    offset = offset[:1]
     angles = mx.take(table, mx.arange(length) + offset, axis=0)
     k = _rotate(k, angles).astype(k_cache.dtype)
     k_cache = mx.slice_update(k_cache, k, offset, axes=(2,))
@@ -166,6 +184,7 @@ def sdpa(
     batch, heads, length, d = q.shape
     group = heads // k_cache.shape[1]
     keys = mx.arange(k_cache.shape[2])
+    offset = offset[:1]
     i = (mx.arange(length) + offset)[:, None]
     seen = (keys <= i) & (keys > i - window) if window else keys <= i
     # Positions behind the newest token were never written: they must not reach the sum as 0 * NaN.

@@ -60,6 +60,21 @@ class QuantizedMatrix:
         """Whether the current backend has kernels for the format; otherwise MLX's product runs."""
         return _launch.backend().has_kernel(self.spec)
 
+    @property
+    def bits(self) -> int:
+        """Bits a code."""
+        return self.spec.bits
+
+    @property
+    def group_size(self) -> int:
+        """Codes that share a scale."""
+        return self.spec.group_size
+
+    @property
+    def mode(self) -> str:
+        """affine, mxfp4, nvfp4 or mxfp8."""
+        return self.spec.mode
+
     def pack(self) -> QuantizedMatrix:
         """The same matrix in the layout of the current backend's kernels, if it has one."""
         if self.packed is not None:

@@ -33,7 +33,9 @@ def rope(
     k_norm: mx.array | None = None,
     eps: float = 0.0,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """qkv as above, offset int32 (1,) -> q (B, H, L, D) in qkv's dtype, and both caches.
+    """qkv as above -> q (B, H, L, D) in qkv's dtype, and both caches.
+
+    offset: int32 (P,), whose first element counts (P = 4 keeps it out of host memory on CUDA).
 
     The caller keeps offset + L <= C: the kernels cannot raise.
     """
@@ -45,7 +47,7 @@ def rope(
         raise ValueError(f"rope: {rows} rows of qkv do not divide into {axes['B']} sequences")
     check_dtype("rope", "qkv", qkv)
     check_dtype("rope", "offset", offset, mx.int32)
-    check_shape("rope", "offset", offset, "one", one=1)
+    check_shape("rope", "offset", offset, "P")
     check_dtype("rope", "table", table, mx.float32)
     half = check_shape("rope", "table", table, "T half pair", pair=2)["half"]
     if 2 * half > axes["D"]:

@@ -26,7 +26,7 @@ def sdpa(
     window: int = 0,
     softcap: float = 0.0,
 ) -> mx.array:
-    """q (B, H, L, D), caches (B, Hkv, C, D), offset int32 (1,) -> ((B*L), H*D) in q's dtype.
+    """q (B, H, L, D), caches (B, Hkv, C, D), offset as in rope -> ((B*L), H*D) in q's dtype.
 
     H is a multiple of Hkv. window 0: none. softcap c > 0: scores become c * tanh(score / c).
     Scores, softmax and sums in float32.
@@ -38,7 +38,7 @@ def sdpa(
     if axes["H"] % kv["Hkv"]:
         raise ValueError(f"sdpa: {axes['H']} heads are no multiple of {kv['Hkv']} kv heads")
     check_dtype("sdpa", "offset", offset, mx.int32)
-    check_shape("sdpa", "offset", offset, "one", one=1)
+    check_shape("sdpa", "offset", offset, "P")
     return _launch.backend().sdpa(
         q, k_cache, v_cache, offset, scale=scale, window=window, softcap=softcap
     )

@@ -1,0 +1,139 @@
+"""What the command line prints: text, JSON, statistics, warnings, progress. No other logic."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from qrun.generation import Generation
+    from qrun.inspect import Report
+    from qrun.loader import LoadedModel
+
+
+def paint(text: str, color: str) -> str:
+    plain = bool(os.environ.get("NO_COLOR")) or not sys.stderr.isatty()
+    return text if plain else click.style(text, fg=color, bold=True)
+
+
+def show_warnings(show: bool) -> None:
+    """Warnings become one line each on stderr, or nothing."""
+
+    def line(message: Warning | str, *_: Any, **__: Any) -> None:
+        if show:
+            click.echo(f"{paint('qrun: warning:', 'yellow')} {message}", err=True)
+
+    warnings.showwarning = line
+    warnings.simplefilter("always", UserWarning)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(value, ensure_ascii=False))
+    sys.stdout.flush()
+
+
+def summary(model: LoadedModel, result: Generation) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "generated_tokens": len(result.tokens),
+        "seed": result.seed,
+        "load_seconds": round(model.load_seconds, 4),
+        "prefill_seconds": round(result.timings.prefill, 4),
+        "decode_seconds": round(result.timings.decode, 4),
+        "prefill_tokens_per_second": round(result.prefill_rate, 1),
+        "decode_tokens_per_second": round(result.decode_rate, 1),
+    }
+
+
+def print_description(model: LoadedModel) -> None:
+    """--verbose: what runs where, and what was ignored."""
+    from qrun.hardware import device_name
+    from qrun.ops import _launch
+
+    name = str(model.dtype).removeprefix("mlx.core.")
+    lines = [
+        f"model    {model.folder} ({model.step_bytes / 1e6:.0f} MB a step, {name}, "
+        f"context {model.context}, stop tokens {sorted(model.eos)})",
+        f"backend  {_launch.backend().NAME} on {device_name()}",
+        *(f"note     {note}" for note in model.notes),
+    ]
+    click.echo("\n".join(lines), err=True)
+
+
+def print_stats(model: LoadedModel, result: Generation) -> None:
+    """--stats: speeds, and the share of the bandwidth measured on this machine just now."""
+    from qrun.hardware import peak_memory, read_bandwidth
+
+    first = model.load_seconds + result.timings.prefill
+    rate = result.decode_rate * (model.step_bytes + result.cache_bytes)
+    peak = peak_memory()  # before measuring the bandwidth, which takes memory itself
+    wall = read_bandwidth()
+    lines = [
+        f"load      {model.load_seconds:8.3f} s",
+        f"first     {first:8.3f} s    (load and prefill)",
+        f"prefill   {result.prefill_rate:8.1f} tok/s   {result.prompt_tokens} tokens",
+        f"decode    {result.decode_rate:8.1f} tok/s   {len(result.tokens)} tokens",
+        f"memory    {rate / 1e9:8.2f} GB/s    {rate / wall:.0%} of the {wall / 1e9:.1f} GB/s "
+        "measured here",
+        f"peak      {peak / 1e6:8.0f} MB",
+    ]
+    click.echo("\n".join(lines), err=True)
+
+
+def inspection(found: Report) -> str:
+    """`qrun inspect`, for people."""
+
+    def size(n: float) -> str:
+        return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
+
+    lines = [f"folder        {found.folder}", f"architecture  {found.architecture or 'unknown'}"]
+    if found.parameters:
+        lines.append(
+            f"parameters    {found.parameters / 1e6:.1f} M in {size(found.weight_bytes)}, "
+            f"{found.bits:.2f} bits each; a step reads {size(found.step_bytes)}"
+        )
+        for kind in found.kinds:
+            formats = ", ".join(
+                f"{name} ({n})" if len(kind.formats) > 1 else name
+                for name, n in kind.formats.items()
+            )
+            lines.append(
+                f"  {kind.name:20} {kind.count:5} x {kind.parameters / 1e6:9.2f} M  "
+                f"{kind.bits:6.2f} bits  {formats}".rstrip()
+            )
+        total = size(found.weight_bytes + found.cache_bytes)
+        lines.append(
+            f"memory        {total} for {found.length} positions: weights, and "
+            f"{size(found.cache_bytes)} of {found.dtype} cache"
+        )
+    if found.context:
+        lines.append(f"context       {found.context}")
+    lines.append(f"stop tokens   {', '.join(map(str, found.stop_tokens)) or 'none'}")
+    lines.append(f"template      {found.template}")
+    lines += [f"note          {note}" for note in found.notes]
+    for problem in found.problems:
+        lines += [f"problem       {problem.text}", f"  remedy      {problem.remedy}"]
+    lines.append("It would load." if found.loads else "It would not load.")
+    return "\n".join(lines)
+
+
+def progress_bar() -> Callable[[str, int, int], None]:
+    """A callback (phase, done, total) that keeps one line on stderr up to date."""
+
+    def show(phase: str, done: int, total: int) -> None:
+        share = done / total if total else 1.0
+        bar = "#" * int(30 * share)
+        click.echo(f"\r{phase:12} [{bar:30}] {share:4.0%}", nl=False, err=True)
+        if done >= total:
+            click.echo(err=True)
+
+    return show
