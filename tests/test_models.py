@@ -107,7 +107,7 @@ def test_stacked_experts(case: str, bits: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", zoo.PEERS)
-def test_four_bits(case: str, tmp_path: Path) -> None:
+def test_four_bits(case: str, tmp_path: Path, backend: Any) -> None:
     """Every architecture quantized, against float64 on the values that the codes stand for."""
     folder = zoo.write(tmp_path / case, case, bits=4, dtype="F16")
     tensors = reference.unpacked(zoo.tensors(case, bits=4, dtype="F16"), Quantization(4, 32))
@@ -170,6 +170,8 @@ def test_gemma3_may_leave_out_what_it_always_has(tmp_path: Path) -> None:
         ("llama_window", {"layer_types": ["x", "y", "z"]}, "layer_types must be 3 times"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok must be a whole number, 1 to"),
         ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "must have one for full_att"),
+        ("llama", {"rope_interleaved": True}, "rope_interleaved is True"),
+        ("llama", {"rope_traditional": True}, "rope_traditional is True"),
         ("llama", {"head_dim": 25}, "head_dim 25 is odd"),
         ("llama", {"num_hidden_layers": 9999}, "the weights are not those that config.json"),
     ],
