@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,6 +200,24 @@ def test_the_compute_type_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_launch, "backend", lambda: SimpleNamespace(NAME="cuda"))
     assert default_dtype(scales) == mx.bfloat16
     assert default_dtype(dense) == mx.float16
+
+
+@pytest.mark.parametrize("case", ["gemma2", "mixtral", "cohere2", "llama"])
+@pytest.mark.parametrize("bits", [0, 4])
+def test_case_19_no_compiler_at_run_time(
+    case: str, bits: int, tmp_path: Path, python: Callable[..., str]
+) -> None:
+    """Steps with elementwise ops between the kernels, too: MLX would compile C++ where it fuses."""
+    folder = zoo.write(tmp_path / "m", case, bits=bits, dtype="F16")
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    code = (
+        "import sys, warnings; warnings.simplefilter('ignore');"
+        "from pathlib import Path; from qrun.loader import load; from tests.test_models import run;"
+        "print(run(load(sys.argv[1]), list(range(9)), 5).shape)"
+    )
+    assert python(code, folder, TMPDIR=str(temporary)).strip() == f"(9, {zoo.VOCAB})"
+    assert list(temporary.iterdir()) == []
 
 
 def test_files_stay_short() -> None:
