@@ -84,7 +84,7 @@ NB_MODULE(_ext, m) {
   nb::class_<qrun::Program>(m, "Program")
       .def(nb::init<const std::vector<array>&, const std::vector<array>&>(), "inputs"_a,
            "outputs"_a)
-      .def("__call__", &qrun::Program::operator(), "inputs"_a);
+      .def("__call__", &qrun::Program::operator(), "inputs"_a, "after"_a);
 
   m.def("isa", [] { return qrun::kernels().name; });
   m.def("force_isa", [](const std::string& name) { qrun::force_isa(name.c_str()); }, "name"_a);

@@ -92,14 +92,15 @@ def sdpa(
     window: int = 0,
     softcap: float = 0.0,
 ) -> mx.array: ...  # (B, L, H*D)
+
 class Program:
     """A traced function as one primitive."""
 
     def __init__(self, inputs: list[mx.array], outputs: list[mx.array]) -> None:
         """outputs were computed from inputs and not evaluated; all else they use is constant."""
 
-    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
-        """The same function of other inputs of the same shapes."""
+    def __call__(self, inputs: list[mx.array], after: list[mx.array]) -> list[mx.array]:
+        """The same function of other inputs of the same shapes, not before `after` is computed."""
 
 def isa() -> str:
     """The instruction set in use: the best this machine has, or QRUN_ISA's."""

@@ -175,11 +175,9 @@ def test_q6_k_is_quantized_anew(make: Callable[..., Path], tmp_path: Path) -> No
             assert (error.max(axis=1) <= spread / 15 * 1.01).all()  # MLX keeps one edge exact
 
 
-def test_smollm2(smollm2_gguf: Path, tmp_path: Path) -> None:
-    """The real file: every quantized value bit for bit, every norm to float16's rounding."""
-    report = convert(smollm2_gguf, tmp_path / "out")
-    assert (report.kept, report.quantized, report.dense) == (211, 0, 61)
-    config, tensors = result(tmp_path / "out")
+def test_smollm2(smollm2_gguf: Path, smollm2: Path) -> None:
+    """The real file: every quantized value bit for bit."""
+    config, tensors = result(smollm2)
     assert config["quantization"]["model.embed_tokens"]["bits"] == 8
     gguf = open_gguf(smollm2_gguf)
     rows = gguf.rows("blk.3.attn_q.weight").copy().view(np.uint8).reshape(576, -1, 20)
@@ -866,4 +864,6 @@ def test_memory_stays_small(tmp_path: Path, python: Callable[..., str]) -> None:
     metadata["llama.feed_forward_length"] = inner
     src = write_gguf(tmp_path / "in.gguf", metadata, tensors)
     mapped = src.stat().st_size // 1024  # pages of the mapped source count as resident
-    assert int(python(textwrap.dedent(script), src, tmp_path / "out")) < mapped + 120_000
+    used = int(python(textwrap.dedent(script), src, tmp_path / "out"))
+    src.unlink()  # 100 MB that pytest would keep
+    assert used < mapped + 120_000

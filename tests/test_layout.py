@@ -154,9 +154,8 @@ def test_where_qrun_is_installed_kernels_and_models_stay_inside(
         "import sys; sys.path[:] = [p for p in sys.path if p]\n"
         "import qrun\n"
         "from qrun.paths import MODELS\n"
-        "from qrun.config import Config\n"
-        "from qrun.loader import model_class\n"
-        "model_class(Config({'model_type': 'llama'}, 'x'))\n"
+        "from qrun.loader import model_file\n"
+        "model_file('llama', 'config.json')\n"
         "print(sorted({'kernels', 'models', 'llama'} & set(sys.modules)), MODELS.is_dir())\n"
     )
     assert python(code) == "[] True\n"

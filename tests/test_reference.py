@@ -57,7 +57,9 @@ def step_by_step(model: LoadedModel, ids: list[int], first: int) -> np.ndarray:
     cache = model.new_cache(len(ids))
     rows = [prefill(model, ids[:first], cache)]
     step = decode_step(model, cache)
-    rows += [step(mx.array([token], mx.int32)) for token in ids[first:]]
+    for token in ids[first:]:
+        rows.append(step(mx.array([token], mx.int32)))
+        mx.eval(rows[-1])
     return np.array(mx.concatenate(rows).astype(mx.float32)).astype(np.float64)
 
 
@@ -131,3 +133,16 @@ def test_prefill_in_chunks_equals_one_chunk(
     monkeypatch.setattr("qrun.generation.PREFILL_CHUNK", 7)
     parts = step_by_step(model, IDS, len(IDS))
     assert np.abs(whole - parts).max() <= 1e-5 * np.abs(whole).max()
+
+
+def test_steps_queued_without_waiting_keep_their_order(
+    backend: Any, tiny_folder: Path
+) -> None:
+    """A step must follow the one before it also where nothing but the cache connects the two."""
+    model = load(tiny_folder, dtype="float32")
+    cache = model.new_cache(len(IDS))
+    rows = [prefill(model, IDS[:21], cache)]
+    step = decode_step(model, cache)
+    rows += [step(mx.array([token], mx.int32)) for token in IDS[21:]]
+    got = np.array(mx.concatenate(rows)).astype(np.float64)
+    assert np.abs(got - step_by_step(model, IDS, 21)).max() <= 1e-5 * np.abs(got).max()

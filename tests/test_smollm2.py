@@ -71,7 +71,9 @@ def test_logits_agree_with_float64(
     cache.advance(head)
     rows = [model.model.logits(hidden)]
     step = decode_step(model, cache)
-    rows += [step(mx.array([token], mx.int32)) for token in ids[head:]]
+    for token in ids[head:]:
+        rows.append(step(mx.array([token], mx.int32)))
+        mx.eval(rows[-1])
     got, want = np.array(mx.concatenate(rows)).astype(np.float64), exact[:length]
     assert got.shape == want.shape
     assert np.abs(got - want).max() <= 1e-4 * np.abs(want).max()
@@ -87,8 +89,7 @@ def test_case_03_sixteen_bit_activations_stay_near(
     logits = prefill(model, a_text(64), model.new_cache(64))
     got, want = np.array(logits.astype(mx.float32))[0], exact[63]
     share = np.abs(got - want).max() / np.abs(want).max()
-    print(share)
-    assert share <= (0.01 if dtype == "float16" else 0.08)
+    assert share <= (0.004 if dtype == "float16" else 0.03)
 
 
 @pytest.mark.native

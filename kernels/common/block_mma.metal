@@ -50,6 +50,9 @@ struct BlockMMA {
     right += col0 * B_COL;
     UNROLL
     for (int k = 0; k < BK; k += 8) {
+      // Waits for nobody: it keeps the compiler from loading the next fragments into registers
+      // before these are used up.
+      simdgroup_barrier(mem_flags::mem_none);
       float2 a[TM];
       float2 b[TN];
       UNROLL

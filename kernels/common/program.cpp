@@ -38,7 +38,8 @@ class Replay : public CpuPrimitive {
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     std::vector<const char*> from;
     std::vector<char*> to;
-    for (const mx::array& a : in) from.push_back(dense(a, stream()));
+    // Inputs behind the tape's own only ask for order.
+    for (size_t i = 0; i < tape_->inputs.size(); i++) from.push_back(dense(in[i], stream()));
     for (mx::array& a : out) to.push_back(allocate<char>(a));
     enqueue(stream(), [tape = tape_, from = std::move(from), to = std::move(to)] {
       auto inputs = tape->inputs;  // copies of handles, whose memory is the tape's
@@ -100,7 +101,8 @@ Program::Program(const std::vector<mx::array>& inputs, const std::vector<mx::arr
   tape_ = std::move(tape);
 }
 
-std::vector<mx::array> Program::operator()(const std::vector<mx::array>& inputs) const {
+std::vector<mx::array> Program::operator()(const std::vector<mx::array>& inputs,
+                                           const std::vector<mx::array>& after) const {
   require(inputs.size() == tape_->inputs.size(),
           "program: recorded with " + std::to_string(tape_->inputs.size()) +
               " inputs, called with " + std::to_string(inputs.size()));
@@ -115,8 +117,10 @@ std::vector<mx::array> Program::operator()(const std::vector<mx::array>& inputs)
     shapes.push_back(a.shape());
     dtypes.push_back(a.dtype());
   }
+  std::vector<mx::array> needed = inputs;
+  needed.insert(needed.end(), after.begin(), after.end());
   return mx::array::make_arrays(shapes, dtypes, std::make_shared<Replay>(cpu_stream(), tape_),
-                                inputs);
+                                needed);
 }
 
 }  // namespace qrun

@@ -78,6 +78,7 @@ struct SdpaPrefill {
       }
       UNROLL
       for (int d = 0; d < D; d += 8) {
+        simdgroup_barrier(mem_flags::mem_none);  // for the registers: see BlockMMA
         const float2 a = fragment_load<LD, 1>(mine + d, row, col);
         UNROLL
         for (int j = 0; j < BK / 8; j++) {
@@ -115,6 +116,7 @@ struct SdpaPrefill {
       keys.fetch();  // past the last tile this fetches zeros
       UNROLL
       for (int d = 0; d < D / 8; d++) {
+        simdgroup_barrier(mem_flags::mem_none);
         sums[d] *= shrink;
         UNROLL
         for (int j = 0; j < BK / 8; j++) {

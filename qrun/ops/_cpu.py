@@ -34,17 +34,23 @@ def traced(step: Step) -> Step:
     """
     program: _ext.Program | None = None
     bound: Arrays = []
+    last: Arrays = []  # what is written in place makes no edge in the graph: steps need one
+    foreign = False
 
     def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
-        nonlocal program, bound
+        nonlocal program, bound, last, foreign
+        if foreign:
+            return step(inputs, state)
         if program is None or any(a is not b for a, b in zip(state, bound, strict=True)):
             mx.eval(state)  # what is still to be computed must not become part of the program
             outputs, after = step(inputs, state)
             try:
-                program, bound = _ext.Program(inputs, outputs), state
-            except ValueError:
+                program, bound, last = _ext.Program(inputs, outputs), state, []
+            except ValueError:  # an op of MLX among them
+                foreign = True
                 return outputs, after
-        return program(inputs), bound
+        last = program(inputs, last)
+        return last, bound
 
     return run
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import mlx.core as mx
 
 from qrun.ops._cuda_product import qmm, qmv
@@ -35,7 +33,7 @@ sample = on_device
 
 
 def traced(step: Step) -> Step:
-    return cast(Step, mx.compile(step))
+    return mx.compile(step)
 
 
 def pack(m: QuantizedMatrix) -> mx.array | None:

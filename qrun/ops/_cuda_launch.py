@@ -22,7 +22,7 @@ Constant = bool | int | mx.Dtype
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel is launched: threads a block, blocks an SM shall hold, bytes of shared memory."""
+    """Threads a block, blocks an SM shall hold at least, bytes of shared memory."""
 
     threads: int
     blocks: int = 1

@@ -119,6 +119,8 @@ def qmv_tile(rows: int, k: int, group: int) -> QmvTile:
     """Each pass over the columns of an mma costs twelve registers a lane (qmv.cuh)."""
     passes, steps = ceil_div(rows, 8 * group // 128), ceil_div(k, 128)
     warps, blocks = (16, 2) if passes == 1 else (8, 2) if passes <= 4 else (8, 1)
+    if group == 128 and passes == 1:  # all eight columns are rows of x: more addresses
+        warps, blocks = 8, 3
     while warps > 4 and warps // 2 >= steps:
         warps, blocks = warps // 2, blocks * 2
     return QmvTile(warps, blocks, 2)
@@ -208,7 +210,7 @@ def qmm(
 
 
 def _prepare(x: mx.array, norm: Norm | None, group: int, bm: int) -> list[mx.array]:
-    """x normed and permuted, (M, K to a multiple of 64); sums of its units (units, M to one of bm)."""
+    """x normed and permuted, (M, K up to 64s); the sums of its units, (units, M up to bms)."""
     rows, k = x.shape
     weight, eps = norm or (None, 0.0)
     pk, unit = ceil_div(k, 64) * 64, min(group, 64)

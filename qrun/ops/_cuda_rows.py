@@ -98,8 +98,8 @@ def rope(
     source = (
         f"qrun::Rope<T, C, QN, KN>{{qkv, offset, table, {pointer('q_norm', q_norm, 'QN')}, "
         f"{pointer('k_norm', k_norm, 'KN')}, {literal(eps)}, q, const_cast<C*>(k_cache), "
-        f"const_cast<C*>(v_cache), {heads}, {kv_heads}, qkv_shape[0] / {batch}, {d}, {table.shape[1]}, "
-        "k_cache_shape[2]}.run();"
+        f"const_cast<C*>(v_cache), {heads}, {kv_heads}, qkv_shape[0] / {batch}, {d}, "
+        f"{table.shape[1]}, k_cache_shape[2]}}.run();"
     )
     arrays = {"qkv": qkv, "k_cache": k_cache, "v_cache": v_cache, "offset": offset, "table": table}
     q = launch(
@@ -170,10 +170,11 @@ def _sdpa_decode(
         "values": ((batch * heads * length, splits, d), mx.float32),
         "stats": ((batch * heads * length, splits, 2), mx.float32),
     }
+    where = "y, nullptr, nullptr" if splits == 1 else "nullptr, values, stats"
     out = launch(
         "sdpa/sdpa_decode.cuh",
-        f"qrun::SdpaDecode<T, C, D, VEC, ROWS, WARPS>{{q, k_cache, v_cache, offset, {sizes}, {splits}}}"
-        f".run({'y, nullptr, nullptr' if splits == 1 else 'nullptr, values, stats'});",
+        "qrun::SdpaDecode<T, C, D, VEC, ROWS, WARPS>"
+        f"{{q, k_cache, v_cache, offset, {sizes}, {splits}}}.run({where});",
         arrays,
         one if splits == 1 else parts,
         {

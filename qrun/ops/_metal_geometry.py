@@ -120,21 +120,16 @@ MAX_ROWS = 16  # of x that qmv serves
 
 
 def qmv(chip: Family, m: int, n: int, k: int, bits: int) -> Rows | Wide:
-    """Sums in lanes as long as they fit the registers, else in fragments.
-
-    Registers ranked at M = 1, 2, 3, 4, 8: 90, 94, 93, 117, 139 in lanes (with runs of 8 from M = 3
-    on), 74 in fragments for every M up to 8. Weights of 3 and 5 bits fill whole words only
-    by the 32, and 32 elements of x a row are too many from M = 2 on.
-    """
-    run = 32 if bits in (3, 5) else 16
-    if m > (1 if run == 32 else 3):
-        tn = 2
-        split = _split(chip, n // (8 * tn), k // (8 * run))
-        return Wide(_ceil(m, 8), tn, run, max(2, split), split)
-    if bits in (4, 8) and (m == 3 or k < 1024):
+    """Sums in lanes as long as they fit the registers, else in fragments: kernels/qmv/README.md."""
+    run = 32 if bits in (3, 5) else 16  # whole words: 32 weights of 3 or 5 bits, else 4 to 16 bytes
+    if m > (1 if run == 32 else 2):
+        split = _split(chip, n // 16, k // (8 * run))
+        return Wide(_ceil(m, 8), 2, run, max(2, split), split)
+    if bits in (4, 8) and (m == 2 or k < 1024):
         run = 8  # a short K leaves fewer lanes idle
-    split = _split(chip, n // 4, k // (32 * run))
-    return Rows(4, run, max(2, split), split)
+    count = 4 if m * run <= 16 else 2
+    split = _split(chip, n // count, k // (32 * run))
+    return Rows(count, run, max(2, split), split)
 
 
 def _split(chip: Family, simdgroups: int, steps: int) -> int:
@@ -172,9 +167,12 @@ def decode_splits(capacity: int) -> int:
 
 
 def prefill(head_dim: int, x_bytes: int) -> Attention:
-    """The largest tiles of queries and keys that fit 32 KiB together."""
-    row = head_dim * x_bytes + 16
-    for simdgroups, bk in ((4, 32), (4, 16), (2, 16), (2, 8), (1, 8)):
-        if (8 * simdgroups + bk) * row <= 32768:
-            return Attention(simdgroups, bk)
-    raise ValueError(f"head_dim {head_dim}: its tiles do not fit 32 KiB of threadgroup memory")
+    """Tiles of 4 KiB of keys: what a thread holds of the next tile stays at 16 registers."""
+    row = head_dim * x_bytes
+    bk = 32 if row <= 128 else 16 if row <= 256 else 8
+    simdgroups = 4
+    while (8 * simdgroups + bk) * (row + 16) > 32768:
+        simdgroups //= 2
+        if not simdgroups:
+            raise ValueError(f"head_dim {head_dim}: its tiles do not fit 32 KiB")
+    return Attention(simdgroups, bk)

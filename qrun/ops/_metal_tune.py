@@ -85,9 +85,9 @@ def candidates(rows: int, m: Packed, x_bytes: int) -> dict[str, Product]:
         best = geometry.qmv(chip, rows, m.n, m.k, m.bits)
         add_qmv(best)
         if isinstance(best, geometry.Wide):
-            add_qmv(best._replace(tn=4))
+            add_qmv(best._replace(tn=4 if best.tm == 1 else 1))
         else:
-            add_qmv(best._replace(rows=8 if rows == 1 else 2))
+            add_qmv(best._replace(rows=2 if best.rows == 4 else 4))
         more = best.split * 2
         add_qmv(best._replace(simdgroups=max(2, more), split=more))
         if best.split > 1:

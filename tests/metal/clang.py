@@ -29,13 +29,15 @@ METAL_FLAGS = [
     # 16-bit sums must round to 16 bits at every step, as on the GPU.
     *["-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"],
     *["-ffp-contract=off", "-fno-math-errno"],
+    "-ftrivial-auto-var-init=pattern",  # what a thread forgot to set is NaN
     # Metal refuses, or means something else by, what these warn of.
     *["-Werror=uninitialized", "-Werror=sometimes-uninitialized", "-Werror=return-type"],
     *["-Wno-unknown-attributes", "-Wno-ignored-attributes", "-Wno-unused-value"],
     *["-Wno-unused-command-line-argument", "-Wno-psabi"],
 ]
 X86_FLAGS = [
-    *["-O1", "-fPIC", "-mf16c", "-mavx2", "-fno-omit-frame-pointer", "-fvisibility=hidden"],
+    "-fno-finite-loops",  # an endless loop is a finding, no licence to drop it
+    *["-fPIC", "-mf16c", "-mavx2", "-fno-omit-frame-pointer", "-fvisibility=hidden"],
     # Every load and store calls the runtime, as the source has it: no merging, no memcpy idioms.
     *["-fsanitize=thread", "-fno-vectorize", "-fno-slp-vectorize"],
     *["-mllvm", "-tsan-instrument-func-entry-exit=0"],
@@ -125,6 +127,7 @@ def _runtime_objects() -> list[Path]:
         work = Path(tempfile.mkdtemp(dir=cache_folder()))
         for source in sources:
             flags = ["-x", "c++", "-std=c++20", "-O2", "-fPIC", "-mf16c", "-fno-exceptions"]
+            flags += ["-fno-omit-frame-pointer", "-fno-optimize-sibling-calls"]
             flags += ["-fno-rtti", "-fno-stack-protector", "-fvisibility=hidden"]
             target = work / (source.stem + ".o")
             _run([*_host("c++"), *flags, "-c", str(source), "-o", str(target)], source.name)
@@ -135,16 +138,20 @@ def _runtime_objects() -> list[Path]:
     return [folder / (s.stem + ".o") for s in sources]
 
 
-def build(source: str) -> Path:
-    """Metal source, signature and entry included -> shared object with the runtime in it."""
-    key = hashlib.sha256((_fingerprint() + source).encode()).hexdigest()[:32]
+def build(source: str, literal: bool = False) -> Path:
+    """Metal source, signature and entry included -> shared object with the runtime in it.
+
+    At -O1 clang drops loads whose value is not used and loads twice-read values once, as any
+    compiler for a GPU would. `literal`: -O0, every access as the source has it.
+    """
+    key = hashlib.sha256(f"{_fingerprint()} {literal} {source}".encode()).hexdigest()[:32]
     target = cache_folder() / f"{key}.so"
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(dir=cache_folder()) as work:
         text, obj, out = Path(work, "kernel.metal"), Path(work, "kernel.o"), Path(work, "k.so")
         text.write_text(source)
-        flags = [*METAL_FLAGS, *X86_FLAGS]
+        flags = [*METAL_FLAGS, *X86_FLAGS, "-O0" if literal else "-O1"]
         _run([*find_clang(), *flags, "-c", str(text), "-o", str(obj)], "clang refuses")
         objects = [str(o) for o in _runtime_objects()]
         link = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", str(obj), *objects, "-o", str(out)]

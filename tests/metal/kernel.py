@@ -10,33 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.metal import arrays, clang, inlining, rewrite
+from tests.metal import arrays
 from tests.metal import signature as sig
-from tests.metal.lines import LineTable
-from tests.metal.lint import lint
+from tests.metal.compiled import Counters, compile_parts, lint_source, whole_text
 from tests.metal.registers import Registers, measure
-from tests.metal.report import Finding, MetalError, RawFinding, explain
+from tests.metal.report import Finding, MetalError
 
 WRITABLE, INITIALISED = 1, 2
-ORDERS = {"forward": 0, "backward": 1, "random": 2}
 
 
 @dataclass
 class Settings:
     """How launches run, unless a kernel says otherwise; change with `settings.use(...)`."""
 
-    order: str = "forward"  # in which fibers and threadgroups run: ORDERS
+    order: str = "forward"  # in which threads and threadgroups run; or "backward", "random"
     seed: int = 0  # of the random order
     check: bool = True  # raise MetalError when a launch has findings
     lint: bool = True  # refuse what Metal refuses and clang accepts
+    literal: bool = False  # compile at -O0: slower, every access as the source has it
+    seconds: int = 60  # of processor time; a launch that takes longer is called endless
     launches: list[Launch] | None = None  # a list here collects every launch
 
     @contextlib.contextmanager
@@ -52,72 +50,6 @@ class Settings:
 
 
 settings = Settings()
-
-
-class _RawBuffer(ctypes.Structure):
-    _fields_ = [
-        ("start", ctypes.c_void_p),
-        ("size", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("shadow", ctypes.c_void_p),
-        ("reads", ctypes.c_void_p),
-        ("by_width", ctypes.c_uint64 * 10),  # reads of 1, 2, 4, 8, 16 bytes, then writes
-        ("atomics", ctypes.c_uint64),
-    ]
-
-
-@dataclass(frozen=True)
-class BufferCount:
-    """Traffic of one buffer. `reads` and `writes`: width in bytes -> number of accesses."""
-
-    kind: str  # "input", "output", "threadgroup", or "shape", "strides", "ndim"
-    bytes: int
-    reads: dict[int, int]
-    writes: dict[int, int]
-    atomics: int
-    least_reads: int = 0  # of inputs: how often its least and its most read byte was read
-    most_reads: int = 0
-
-    @property
-    def read_bytes(self) -> int:
-        return sum(w * n for w, n in self.reads.items())
-
-    @property
-    def narrowest_read(self) -> int:
-        return min(self.reads, default=0)
-
-    @property
-    def written_bytes(self) -> int:
-        return sum(w * n for w, n in self.writes.items())
-
-
-@dataclass(frozen=True)
-class Counters:
-    buffers: dict[str, BufferCount]
-    threadgroup_bytes: int
-    barriers: int  # threadgroup barriers, all threadgroups together
-    simd_barriers: int
-    exchanges: int  # shuffles, reductions, votes, multiplies: once a simdgroup
-    multiplies: int  # 8x8x8, once a simdgroup
-    fragment_loads: int
-    fragment_stores: int
-    threadgroups: int
-    threads: int
-
-    @property
-    def multiplies_per_load(self) -> float:
-        """Of simdgroup_load; fragments filled through thread_elements are no loads."""
-        return self.multiplies / self.fragment_loads if self.fragment_loads else 0.0
-
-    @property
-    def threadgroup_bytes_per_multiply(self) -> float:
-        """Bytes read from threadgroup memory for each 8x8x8 product, however they were read."""
-        read = sum(b.read_bytes for b in self.buffers.values() if b.kind == "threadgroup")
-        return read / self.multiplies if self.multiplies else 0.0
-
-    @property
-    def barriers_per_threadgroup(self) -> float:
-        return self.barriers / self.threadgroups
 
 
 @dataclass
@@ -137,110 +69,6 @@ class Outputs(list):
         self.launch = launch
         self.report = launch.report
         self.counters = launch.counters
-
-
-class Compiled:
-    """A kernel's shared object, with the runtime in it."""
-
-    def __init__(self, path: Path, array_names: list[str]) -> None:
-        self.path = path
-        self.array_names = array_names
-        self.lib = ctypes.CDLL(str(path))
-        self.lib.em_buffer.restype = ctypes.c_void_p
-        self.lib.em_buffer.argtypes = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p]
-        self.lib.em_findings.restype = ctypes.POINTER(RawFinding)
-        self.lib.em_buffers.restype = ctypes.POINTER(_RawBuffer)
-        self.lib.em_stats.restype = ctypes.POINTER(ctypes.c_uint64 * 9)
-        for name in ("em_unwritten", "em_threadgroup_bytes"):
-            getattr(self.lib, name).restype = ctypes.c_uint64
-
-        rows = inlining.chains(self.lines.image, self.lines.sections)
-        self.chains = (ctypes.c_uint32 * (3 * len(rows) + 1))(*[n for row in rows for n in row])
-        self.lib.em_chains(self.chains, len(rows))
-
-    @functools.cached_property
-    def lines(self) -> LineTable:
-        return LineTable(self.path)
-
-    def launch(self, args: Any, grid: tuple, threadgroup: tuple, order: str, seed: int) -> None:
-        three = ctypes.c_uint32 * 3
-        self.lib.em_launch(
-            self.lib.em_entry, args, three(*grid), three(*threadgroup), ORDERS[order],
-            ctypes.c_uint64(seed),
-        )  # fmt: skip
-
-    def findings(self, names: list[str]) -> list[Finding]:
-        count = ctypes.c_uint32()
-        raw = self.lib.em_findings(ctypes.byref(count))
-        if not count.value:
-            return []
-        sizes = [b.size for b in self._raw_buffers()]
-        named = {i: (n, sizes[i]) for i, n in enumerate(self._all_names(names))}
-        return [explain(raw[i], self.lines, named) for i in range(count.value)]
-
-    def counters(self, names: list[str], kinds: list[str]) -> Counters:
-        found: dict[str, BufferCount] = {}
-        widths = (1, 2, 4, 8, 16)
-        raws = self._raw_buffers()
-        for i, name in enumerate(self._all_names(names)):
-            raw = raws[i]
-            least, most = ctypes.c_uint32(), ctypes.c_uint32()
-            if raw.reads:
-                self.lib.em_read_range(i, ctypes.byref(least), ctypes.byref(most))
-            found[name] = BufferCount(
-                kind=kinds[i] if i < len(kinds) else "threadgroup",
-                bytes=raw.size,
-                reads={w: n for w, n in zip(widths, raw.by_width[:5], strict=True) if n},
-                writes={w: n for w, n in zip(widths, raw.by_width[5:], strict=True) if n},
-                atomics=raw.atomics,
-                least_reads=least.value,
-                most_reads=most.value,
-            )
-        stats = list(self.lib.em_stats().contents)
-        return Counters(found, self.lib.em_threadgroup_bytes(), *stats[:8])
-
-    def _raw_buffers(self) -> list[_RawBuffer]:
-        count = ctypes.c_uint32()
-        raw = self.lib.em_buffers(ctypes.byref(count))
-        return [raw[i] for i in range(count.value)]
-
-    def _all_names(self, names: list[str]) -> list[str]:
-        """Of inputs and outputs, then of threadgroup arrays in the order of first use."""
-        count = len(self._raw_buffers())
-        every = names + [""] * (count - len(names))
-        for array, name in enumerate(self.array_names):
-            if index := self.lib.em_group_array_buffer(array):
-                every[index - 1] = name
-        return every
-
-
-@functools.lru_cache(maxsize=256)
-def lint_source(header: str, body: str) -> None:
-    if found := lint(header, "header") + lint(body, "body"):
-        raise clang.CompileError("the lint refuses:\n" + "\n".join(found))
-
-
-def whole_text(
-    parts: tuple[str, str, str, str], constants: tuple[tuple[int, Any], ...] = ()
-) -> tuple[str, list[str]]:
-    """(header, signature, body, entry) -> (what clang compiles, names of threadgroup arrays)."""
-    header, signature, body, entry = parts
-    rewriter = rewrite.Rewriter(constants=dict(constants))
-    header = rewriter(header)
-    body = rewriter(body)
-    text = (
-        f'#line 1 "prelude"\n{sig.PRELUDE}\n#line 1 "header"\n{header}\n'
-        f'#line 1 "signature"\n{signature}\n#line 1 "body"\n{body}\n}}\n#line 1 "entry"\n{entry}'
-    )
-    return text, rewriter.arrays
-
-
-@functools.lru_cache(maxsize=256)
-def compile_parts(
-    parts: tuple[str, str, str, str], constants: tuple[tuple[int, Any], ...]
-) -> Compiled:
-    text, array_names = whole_text(parts, constants)
-    return Compiled(clang.build(text), array_names)
 
 
 @dataclass
@@ -283,7 +111,7 @@ class metal_kernel:  # it stands in for mx.fast.metal_kernel
             print(f"{parts[0]}{parts[1]}{parts[2]}\n}}")
         if settings.lint if self.lint is None else self.lint:
             lint_source(self.header, self.source)
-        compiled = compile_parts(parts, tuple(self.function_constants.items()))
+        compiled = compile_parts(parts, tuple(self.function_constants.items()), settings.literal)
 
         results = [
             arrays.empty_bits(tuple(s), d) for s, d in zip(output_shapes, dtypes, strict=True)
@@ -313,7 +141,7 @@ class metal_kernel:  # it stands in for mx.fast.metal_kernel
         bits = [arrays.bits_of(x) for x in inputs]
         dtypes = [arrays.dtype_name(d) for d in output_dtypes]
         threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
-        _, parts = self._text(bits, dtypes, template or [], threads)
+        parts = self._text(bits, dtypes, template or [], threads)[1]
         return measure(whole_text(parts, tuple(self.function_constants.items()))[0])
 
     def _text(
@@ -357,6 +185,8 @@ class metal_kernel:  # it stands in for mx.fast.metal_kernel
         for p in params:
             if p.source == "input":
                 array = next(inputs)[0]
+                if p.name in self.in_place and not array.flags.c_contiguous:
+                    raise ValueError(f"{self.name}: {p.name} is in_place and not contiguous")
                 if self.ensure_row_contiguous and not array.flags.c_contiguous:
                     array = np.ascontiguousarray(array)
                 flags = WRITABLE | INITIALISED if p.name in self.in_place else 0
@@ -373,7 +203,7 @@ class metal_kernel:  # it stands in for mx.fast.metal_kernel
             args[i] = address
         order = self.order or settings.order
         seed = settings.seed if self.seed is None else self.seed
-        compiled.launch(args, grid, threadgroup, order, seed)
+        compiled.launch(args, grid, threadgroup, order, seed, settings.seconds)
         names = [p.name for p in params]
         report = compiled.findings(names)
         for i, (data, flags, _) in enumerate(memory):

@@ -271,8 +271,10 @@ def _members(text: str) -> Iterator[Hit]:
 # ---- functions ----
 
 
+Key = tuple[str, str, int]  # class or "", name, number of arguments
+
+
 def _recursion(text: str) -> Iterator[Hit]:
-    Key = tuple[str, str, int]  # class or "", name, number of arguments
     where: dict[Key, int] = {}
     bodies: dict[Key, str] = {}
     for m, start, end, body in _functions(text):

@@ -18,6 +18,10 @@ from tests.metal.clang import METAL_FLAGS, CompileError, find_clang
 
 FLAGS = ["--target=amdgcn-amd-amdhsa", "-mcpu=gfx1100", "-nogpulib", "-O2", "-DEM_REGISTERS"]
 FLAGS += ["-mllvm", "-unroll-threshold=20000"]  # grids of fragments must leave memory
+# As Metal does: one function (a call would bring an ABI's registers), fused multiply-adds, and
+# loops of unknown length as they are written.
+FLAGS += ["-mllvm", "-inline-threshold=1000000", "-mllvm", "-unroll-runtime=false"]
+FLAGS += ["-ffp-contract=fast"]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ KINDS = [  # the order of the runtime's enum
     "division by zero",
     "inactive lane",
     "array index",
+    "endless",
 ]
 NOBODY = 0xFFFFFFFF
 
@@ -95,7 +96,8 @@ def explain(raw: RawFinding, lines: LineTable, buffers: dict[int, tuple[str, int
     elif kind == "out of bounds":
         text = f"{act} of {at}; it has {size} bytes ({me}, threadgroup {raw.group})"
     elif kind == "misaligned":
-        text = f"{name or 'address'} at byte {raw.offset} is no multiple of {raw.detail} ({me})"
+        what = f"{name} at byte {raw.offset}" if name else "an address"
+        text = f"{what} is no multiple of {raw.detail} ({me})"
     elif kind == "write to input":
         text = f"{act} of {at}: an input"
     elif kind == "threadgroup memory":
@@ -106,6 +108,8 @@ def explain(raw: RawFinding, lines: LineTable, buffers: dict[int, tuple[str, int
         text = me
     elif kind == "inactive lane":
         text = f"{me} takes a value from lane {raw.detail}, which does not exist"
+    elif kind == "endless":
+        text = f"still running after {raw.detail} seconds of processor time ({me})"
     elif kind == "array index":
         text = f"index {raw.detail} ({me})"
     else:

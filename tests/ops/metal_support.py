@@ -8,35 +8,49 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from qrun.ops._metal_call import Call
-from tests.metal import metal_kernel, settings
+from tests.metal import Outputs, metal_kernel, settings
+from tests.metal.registers import Registers
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 SEEDS = (1, 2, 3)
 
 
-def run(call: Call) -> list[mx.array]:
-    """Launches a call on the emulator; a finding raises."""
-    kernel = metal_kernel(
+def _kernel(call: Call) -> metal_kernel:
+    return metal_kernel(
         call.kernel.name,
         list(call.kernel.input_names),
         list(call.kernel.output_names),
         call.kernel.source,
         header=call.kernel.header,
-        in_place=list(call.in_place),
+        in_place=call.in_place,
     )
-    return kernel(
-        inputs=list(call.inputs),
-        template=list(call.template),
-        grid=call.grid,
-        threadgroup=call.threadgroup,
-        output_shapes=list(call.output_shapes),
-        output_dtypes=list(call.output_dtypes),
-    )
+
+
+def _arguments(call: Call) -> dict[str, Any]:
+    return {
+        "inputs": list(call.inputs),
+        "template": list(call.template),
+        "grid": call.grid,
+        "threadgroup": call.threadgroup,
+        "output_shapes": list(call.output_shapes),
+        "output_dtypes": list(call.output_dtypes),
+    }
+
+
+def run(call: Call) -> Outputs:
+    """Launches a call on the emulator; a finding raises."""
+    return _kernel(call)(**_arguments(call))
+
+
+def registers(call: Call) -> Registers:
+    """What another GPU's compiler needs for the kernel."""
+    return _kernel(call).registers(**_arguments(call))
 
 
 @contextmanager

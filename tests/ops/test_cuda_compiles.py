@@ -1,7 +1,7 @@
 """Every instantiation of the CUDA kernels compiles, for 8.0 and 9.0a, without spilling a register.
 
-Needs nvcc, no GPU. A spill costs more than the kernel's whole idea gains; ptxas warnings C7512, C7514,
-C7518 and C7520 say that wgmma instructions wait for one another.
+Needs nvcc, no GPU. A spill costs more than the kernel's whole idea gains; ptxas warnings C7512,
+C7514, C7518 and C7520 say that wgmma instructions wait for one another.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def _compile(folder: Path, index: int, batch: list[tuple[str, str]], arch: str) 
     path.write_text(cuda_sources.PRELUDE + source)
     target = arch.removeprefix("sm_")
     run = subprocess.run(
-        [str(NVCC), "-std=c++17", f"-gencode=arch=compute_{target},code={arch}", "-cubin"]
-        + ["-Xptxas", "-v", "-o", str(folder / f"{index}.cubin"), str(path)],
+        [
+            *(str(NVCC), "-std=c++17", f"-gencode=arch=compute_{target},code={arch}", "-cubin"),
+            *("-Xptxas", "-v", "-o", str(folder / f"{index}.cubin"), str(path)),
+        ],
         capture_output=True,
         text=True,
         check=False,

@@ -38,6 +38,7 @@ enum Kind : u32 {  // what is wrong; the order is mirrored by report.py
   kDivideByZero,
   kInactiveLane,
   kArrayIndex,
+  kEndless,
 };
 
 struct Finding {
@@ -79,7 +80,8 @@ struct Buffer {
 };
 
 // Where a collective stands in the source. A helper called from two branches is two places: the
-// chain of inlined calls around `pc` tells them apart (see em_chains), for pcs that differ.
+// chain of inlined calls around `pc` tells them apart (see em_chains), for pcs that differ. At -O0
+// nothing is inlined and nothing copied: there pc is a hash of the return addresses on the stack.
 struct Place {
   u64 site;  // (offset of the file's name in the image) << 32 | line << 10 | column
   u32 pc;
@@ -113,7 +115,7 @@ struct Machine {
   u32 live;
   u32 order;                      // 0 forward, 1 backward, 2 random
   u64 random;
-  bool stopped;
+  bool stopped, literal;
   u32 clock[2], clock_start[2];   // per Space
   u32 simd_clock[2][kMaxSimdgroups];
   void (*entry)();
@@ -128,6 +130,10 @@ struct Machine {
 extern Machine m;
 extern Buffer buffers[kMaxBuffers];
 extern u32 buffer_count;
+
+// watchdog.cpp
+void watch(u32 seconds);
+void unwatch();
 
 // scheduler.cpp
 bool same_place(const Place& a, const Place& b);
@@ -145,10 +151,9 @@ void check_trails(u32 begin, u32 end);  // at a meeting of lanes: did all pass t
 extern "C" char __ehdr_start[] __attribute__((visibility("hidden")));
 inline u32 image_offset(const void* pc) { return (u32)((const char*)pc - __ehdr_start); }
 
-inline Place make_place(const char* file, u32 line_column, const void* pc) {
-  return {(u64)image_offset(file) << 32 | line_column, image_offset(pc)};
-}
+Place make_place(const char* file, u32 line_column, const void* pc, const void* frame);
 
 #define CALLER __builtin_return_address(0)
+#define HERE make_place(file, line_column, CALLER, __builtin_frame_address(0))
 #define API extern "C" __attribute__((visibility("default")))
 #define HOOK extern "C" __attribute__((visibility("hidden")))

@@ -154,7 +154,19 @@ static u32 chain_of(u32 pc) {  // the innermost range that holds the call: the l
 }
 
 bool same_place(const Place& a, const Place& b) {
-  return a.site == b.site && (a.pc == b.pc || chain_of(a.pc) == chain_of(b.pc));
+  if (a.site != b.site) return false;
+  return a.pc == b.pc || (!m.literal && chain_of(a.pc) == chain_of(b.pc));
+}
+
+Place make_place(const char* file, u32 line_column, const void* pc, const void* frame) {
+  u32 where = image_offset(pc);
+  if (m.literal) {
+    const u8* stack = m.current->stack;
+    for (void* const* f = (void* const*)frame;
+         (u8*)f > stack && (u8*)f < stack + kStackBytes - 64; f = (void* const*)f[0])
+      where = where * 0x9E3779B1u ^ image_offset(f[1]);
+  }
+  return {(u64)image_offset(file) << 32 | line_column, where};
 }
 
 static Finding& find_divergent(const Place& here, const Fiber* other, const Place& there, u32 detail) {
@@ -224,7 +236,7 @@ static bool gather(Gathering& g, u32 begin, u32 end, const Place& here, Wait why
 }
 
 HOOK void em_threadgroup_barrier(u32 flags, const char* file, u32 line_column) {
-  const Place here = make_place(file, line_column, CALLER);
+  const Place here = HERE;
   if (!gather(group_barrier, 0, m.threads, here, kBarrier)) return;
   ++m.stats.barriers;
   if (flags & 1) ++m.clock[kDevice];
@@ -233,7 +245,7 @@ HOOK void em_threadgroup_barrier(u32 flags, const char* file, u32 line_column) {
 }
 
 HOOK void em_simdgroup_barrier(u32 flags, const char* file, u32 line_column) {
-  const Place here = make_place(file, line_column, CALLER);
+  const Place here = HERE;
   u32 s = m.current->simdgroup, begin = s * kSimdWidth;
   u32 end = begin + kSimdWidth < m.threads ? begin + kSimdWidth : m.threads;
   if (!gather(simd_barriers[s], begin, end, here, kSimdBarrier)) return;
@@ -299,12 +311,13 @@ static void report_stuck() {  // nobody can run, not everybody is done: who wait
 }
 
 API int em_launch(void (*entry)(), const u64* args, const u32* grid,
-                  const u32* group_size, u32 order, u64 seed) {
+                  const u32* group_size, u32 order, u64 seed, u32 seconds, u32 literal) {
   m.entry = entry;
   m.args = args;
   m.order = order;
   m.random = seed * 0x9E3779B97F4A7C15ull + 0x1234567;
   m.stopped = false;
+  m.literal = literal;
   m.stats = {};
   m.clock[0] = m.clock[1] = 1;
   u32 count = 1;
@@ -323,6 +336,7 @@ API int em_launch(void (*entry)(), const u64* args, const u32* grid,
       sequence[i] = sequence[j];
       sequence[j] = t;
     }
+  watch(seconds);
   for (u32 i = 0; i < count && !m.stopped; ++i) {
     new_threadgroup(sequence[i]);
     run_next(&m.scheduler_sp);
@@ -330,6 +344,7 @@ API int em_launch(void (*entry)(), const u64* args, const u32* grid,
     for (u32 t = 0; t < m.threads && !m.stopped; t += kSimdWidth)
       m.stopped = trails_differ(t, t + kSimdWidth < m.threads ? t + kSimdWidth : m.threads);
   }
+  unwatch();
   free(sequence);
   return m.stopped;
 }

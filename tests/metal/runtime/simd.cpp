@@ -55,7 +55,7 @@ static u64* meet(Wait why, u32 what, const Place& here, u64 a, u64 b, u64 c, F c
 // Shuffles: b is the lane to read from.
 HOOK u64 em_shuffle(u32 quad, u64 value, u32 from, const char* file, u32 line_column) {
   const void* pc = CALLER;
-  return *meet(quad ? kQuad : kSimd, 1, make_place(file, line_column, pc), value, from, 0,
+  return *meet(quad ? kQuad : kSimd, 1, HERE, value, from, 0,
                [=](u64(*in)[3], u64(*out)[2], u32 lanes) {
                  for (u32 i = 0; i < lanes; ++i) {
                    u64 source = in[i][1];
@@ -70,7 +70,7 @@ HOOK u64 em_shuffle(u32 quad, u64 value, u32 from, const char* file, u32 line_co
 }
 
 HOOK u64 em_ballot(u32 quad, u32 yes, const char* file, u32 line_column) {
-  return *meet(quad ? kQuad : kSimd, 2, make_place(file, line_column, CALLER), yes, 0, 0,
+  return *meet(quad ? kQuad : kSimd, 2, HERE, yes, 0, 0,
                [](u64(*in)[3], u64(*out)[2], u32 lanes) {
                  u64 mask = 0;
                  for (u32 i = 0; i < lanes; ++i) mask |= (u64)(in[i][0] & 1) << i;
@@ -126,14 +126,14 @@ static T reduce(u32 quad, T value, u32 op, u32 prefix, const Place& here) {
   return __builtin_bit_cast(T, (Bits)*result);
 }
 
-HOOK float em_reduce_float(u32 quad, float x, u32 op, u32 prefix, const char* file, u32 lc) {
-  return reduce<float, u32>(quad, x, op, prefix, make_place(file, lc, CALLER));
+HOOK float em_reduce_float(u32 quad, float x, u32 op, u32 prefix, const char* file, u32 line_column) {
+  return reduce<float, u32>(quad, x, op, prefix, HERE);
 }
-HOOK int64_t em_reduce_long(u32 quad, int64_t x, u32 op, u32 prefix, const char* file, u32 lc) {
-  return reduce<int64_t, u64>(quad, x, op, prefix, make_place(file, lc, CALLER));
+HOOK int64_t em_reduce_long(u32 quad, int64_t x, u32 op, u32 prefix, const char* file, u32 line_column) {
+  return reduce<int64_t, u64>(quad, x, op, prefix, HERE);
 }
-HOOK u64 em_reduce_ulong(u32 quad, u64 x, u32 op, u32 prefix, const char* file, u32 lc) {
-  return reduce<u64, u64>(quad, x, op, prefix, make_place(file, lc, CALLER));
+HOOK u64 em_reduce_ulong(u32 quad, u64 x, u32 op, u32 prefix, const char* file, u32 line_column) {
+  return reduce<u64, u64>(quad, x, op, prefix, HERE);
 }
 
 // D = A B + C for 8x8 fragments. Lane l holds two neighbours of a row:
@@ -149,7 +149,7 @@ struct Pair {
 };
 
 HOOK u64 em_multiply(u64 a, u64 b, u64 c, const char* file, u32 line_column) {
-  const Place here = make_place(file, line_column, CALLER);
+  const Place here = HERE;
   return *meet(kSimd, 3, here, a, b, c, [=](u64(*in)[3], u64(*out)[2], u32 lanes) {
     if (lanes < kSimdWidth) divergent(here, nullptr, Place{}, kPartial);
     float A[8][8], B[8][8], C[8][8];
@@ -178,7 +178,7 @@ HOOK u64 em_multiply(u64 a, u64 b, u64 c, const char* file, u32 line_column) {
 // collectives all the same, so each lane keeps a trail of them, compared at the next meeting.
 HOOK void em_pass(u32 what, const char* file, u32 line_column) {
   Fiber* self = m.current;
-  if (self->passed < kTrail) self->trail[self->passed] = make_place(file, line_column, CALLER);
+  if (self->passed < kTrail) self->trail[self->passed] = HERE;
   ++self->passed;
   if (self->lane == 0) ++(what == 0 ? m.stats.fragment_loads : m.stats.fragment_stores);
 }

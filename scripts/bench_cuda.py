@@ -1,0 +1,249 @@
+"""Times the CUDA kernels, one against another, on this GPU or in two steps.
+
+    python scripts/bench_cuda.py emit build/NAME [GROUP ...]   here: the cases as CUDA C++
+    bash build/NAME/run.sh [TEXT]                              there: nvcc, then run them
+
+Weights are rotated past the L2 cache, launches are replayed from a CUDA graph, products are checked
+against float64. GROUPs: qmv qmm sdpa. Neither MLX nor Python is needed on the GPU machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from qrun import paths
+from qrun.ops import _cuda_launch, _cuda_product, _cuda_rows
+from qrun.ops.matrix import QuantizedMatrix
+from qrun.quantization import Quantization
+
+SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (1024, 1024))  # N, K
+ROTATING = ("w", "scales", "biases")
+KINDS = {"x": "b", "q": "b", "k_cache": "b", "v_cache": "b", "w": "u", "scales": "s", "biases": "s"}
+C = {mx.float32: "float", mx.bfloat16: "__nv_bfloat16", mx.uint32: "unsigned", mx.int32: "int"}
+NONE: dict[str, Any] = {"bias": None, "residual": None, "activation": None, "scale": 1.0}
+
+
+@dataclass
+class Recording:
+    """What one op launches: kernels as source, launches as source, arrays by name."""
+
+    kernels: list[str] = field(default_factory=list)
+    launches: list[str] = field(default_factory=list)
+    arrays: dict[str, mx.array] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+
+    def name(self, array: mx.array, wanted: str) -> str:
+        if id(array) not in self.names:
+            self.names[id(array)] = wanted
+            self.arrays[wanted] = array
+        return self.names[id(array)]
+
+    def kernel(self, **made: Any) -> Callable[..., list[mx.array]]:
+        """Takes the place of mx.fast.cuda_kernel."""
+
+        def call(**given: Any) -> list[mx.array]:
+            made_of = [
+                mx.zeros(s, d)
+                for s, d in zip(given["output_shapes"], given["output_dtypes"], strict=True)
+            ]
+            both = [
+                *zip(made["input_names"], given["inputs"], strict=True),
+                *zip(made["output_names"], made_of, strict=True),
+            ]
+            parameters: list[str] = []
+            arguments: list[str] = []
+            for i, (name, array) in enumerate(both):
+                const = "const " if i < len(given["inputs"]) else ""
+                parameters.append(f"{const}{C[array.dtype]}* {name}")
+                arguments.append(f'b.get<{C[array.dtype]}>("{self.name(array, name)}")')
+                if f"{name}_shape" in made["source"]:
+                    parameters.append(f"const __grid_constant__ Shape {name}_shape")
+                    arguments.append(f"Shape{{{{{', '.join(map(str, array.shape))}}}}}")
+            constants = "".join(
+                f"using {n} = {C[v]};\n"
+                if isinstance(v, mx.Dtype)
+                else f"constexpr int {n} = {v};\n"
+                for n, v in given["template"]
+            )
+            kernel = f"kernel{len(self.kernels)}"
+            header = made["header"].replace(str(paths.KERNELS), "../../kernels")
+            self.kernels.append(
+                f"{header}static __global__ void {kernel}({', '.join(parameters)}) {{\n"
+                f"{constants}{made['source']}\n}}\n"
+            )
+            threads = given["threadgroup"][0]
+            grid = (given["grid"][0] // threads, *given["grid"][1:])
+            shared = made["shared_memory"]
+            self.launches.append(
+                f"raise_shared_memory({kernel}, {shared}); {kernel}"
+                f"<<<dim3{grid}, {threads}, {shared}, stream>>>({', '.join(arguments)});"
+            )
+            return made_of
+
+        return call
+
+
+def case(
+    group: str, label: str, run: Callable[[], Any], flops: float = 0, product: str = "0, 0, 0, 0"
+) -> str:
+    """A translation unit for what `run` launches."""
+    recording = Recording()
+    real, mx.fast.cuda_kernel = mx.fast.cuda_kernel, recording.kernel  # type: ignore[assignment]
+    _cuda_launch._kernel.cache_clear()
+    run()
+    mx.fast.cuda_kernel = real
+    _cuda_launch._kernel.cache_clear()
+    lines: list[str] = []
+    for name, a in recording.arrays.items():
+        kind = f"'{KINDS[name]}'" if name in KINDS else "'i'" if name == "offset" else "0"
+        value = int(a.item()) if name == "offset" else 0
+        rotating = str(name in ROTATING).lower()
+        lines.append(f'{{"{name}", {a.nbytes}u, {kind}, {rotating}, {value}}}')
+    moved = sum(a.nbytes for n, a in recording.arrays.items() if n in KINDS or n == "y")
+    return (
+        '#include "../../scripts/bench_cuda.cuh"\n'
+        + "\n".join(recording.kernels)
+        + f'static Register entry(Case{{"{label}", "{group}", {{{", ".join(lines)}}},\n'
+        + "  [](const Buffers& b, cudaStream_t stream) {\n    "
+        + "\n    ".join(recording.launches)
+        + f"\n  }},\n  {float(moved)}, {float(flops)}, {product}}});\n"
+    )
+
+
+def matrix(n: int, k: int, group: int = 64) -> QuantizedMatrix:
+    scales = mx.zeros((n, k // group), mx.bfloat16)
+    biases = mx.zeros((n, k // group), mx.bfloat16)
+    w = mx.zeros((n, k // 8), mx.uint32)
+    return QuantizedMatrix.of(w, scales, biases, Quantization(4, group))
+
+
+def qmv_cases() -> list[str]:
+    tiles = {
+        1: ((16, 2, 2), (16, 2, 1), (8, 4, 2), (8, 4, 1), (16, 1, 4), (8, 2, 4)),
+        4: ((16, 2, 2), (16, 2, 1), (8, 4, 1), (16, 1, 4)),
+        8: ((8, 2, 2), (8, 3, 1), (16, 1, 2), (16, 1, 4)),
+        16: ((8, 2, 2), (8, 2, 1), (16, 1, 2)),
+    }
+    out: list[str] = []
+    for n, k in SHAPES:
+        m = matrix(n, k)
+        for rows, candidates in tiles.items():
+            x = mx.zeros((rows, k), mx.bfloat16)
+            for t in candidates:
+                tile = _cuda_product.QmvTile(*t)
+                if k == 1024 and tile.warps == 16:
+                    tile = tile._replace(warps=8)
+                out.append(
+                    case(
+                        f"qmv {n:5}x{k:<5} M {rows:2}",
+                        f"warps {tile.warps} blocks {tile.blocks} ahead {tile.ahead}",
+                        lambda x=x, m=m, tile=tile: _cuda_product._qmv(
+                            x, m, tile, None, None, None, None, 1.0
+                        ),
+                        2.0 * rows * n * k,
+                        f"{rows}, {n}, {k}, 64",
+                    )
+                )
+    return out
+
+
+def qmm_cases() -> list[str]:
+    tiles = {
+        16: ((16, 1, 1, 8), (16, 2, 1, 4), (16, 4, 1, 2)),
+        32: ((32, 1, 1, 8), (32, 2, 1, 4), (32, 4, 1, 2)),
+        64: ((64, 1, 1, 8), (64, 2, 1, 4), (64, 4, 1, 2), (32, 2, 2, 2), (32, 1, 2, 4)),
+        128: ((64, 2, 2, 2), (64, 4, 2, 1), (64, 1, 2, 4)),
+        256: ((64, 4, 2, 1), (64, 2, 2, 2)),
+        512: ((64, 4, 2, 1), (64, 2, 4, 1)),
+        2048: ((64, 4, 2, 1), (64, 2, 4, 1)),
+    }
+    out: list[str] = []
+    for n, k in SHAPES:
+        m = matrix(n, k)
+        for rows, candidates in tiles.items():
+            x = mx.zeros((rows, k), mx.bfloat16)
+            for t in candidates:
+                tile = _cuda_product.MmaTile(*t)
+
+                def run(x: mx.array = x, m: QuantizedMatrix = m, tile: Any = tile) -> None:
+                    prepared, sums = _cuda_product._prepare(x, None, 64, tile.bm)
+                    _cuda_product._qmm_mma(prepared, sums, m, tile, **NONE)
+
+                out.append(
+                    case(
+                        f"qmm {n:5}x{k:<5} M {rows:4}",
+                        f"mma tm {t[0]} wn {t[1]} wm {t[2]} wk {t[3]}",
+                        run,
+                        2.0 * rows * n * k,
+                        f"{rows}, {n}, {k}, 64",
+                    )
+                )
+    return out
+
+
+def sdpa_cases() -> list[str]:
+    out: list[str] = []
+    for heads, kv, d in ((32, 8, 128), (16, 8, 128), (32, 8, 64), (9, 3, 64)):
+        for held in (512, 4096, 32768):
+            cache = [mx.zeros((1, kv, held + 256, d), mx.bfloat16) for _ in range(2)]
+            q = mx.zeros((1, heads, 1, d), mx.bfloat16)
+            out.append(
+                case(
+                    f"sdpa decode {heads}/{kv} D {d} S {held}",
+                    "split",
+                    lambda q=q, c=cache, held=held: _cuda_rows.sdpa(
+                        q, *c, mx.array([held - 1], mx.int32), scale=0.1, window=0, softcap=0
+                    ),
+                )
+            )
+        q = mx.zeros((1, heads, 2048, d), mx.bfloat16)
+        cache = [mx.zeros((1, kv, 2048, d), mx.bfloat16) for _ in range(2)]
+        out.append(
+            case(
+                f"sdpa prefill {heads}/{kv} D {d} L 2048",
+                "flash",
+                lambda q=q, c=cache: _cuda_rows.sdpa(
+                    q, *c, mx.array([0], mx.int32), scale=0.1, window=0, softcap=0
+                ),
+                2.0 * heads * d * 2048 * 2048,
+            )
+        )
+    return out
+
+
+RUN = """#!/usr/bin/env bash
+# Builds the cases beside it and runs those whose group contains the first argument.
+set -euo pipefail
+cd "$(dirname "$0")"
+nvcc_one() { nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -c -o "${1%.cu}.o" "$1"; }
+export -f nvcc_one
+ls case*.cu main.cu | xargs -P "$(nproc)" -I{} bash -c 'nvcc_one {}'
+nvcc -o bench *.o
+./bench "${1:-}"
+"""
+
+
+def emit(folder: Path, groups: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("case*"):
+        old.unlink()
+    makers = {"qmv": qmv_cases, "qmm": qmm_cases, "sdpa": sdpa_cases}
+    sources = [s for name in groups or makers for s in makers[name]()]
+    for i, source in enumerate(sources):
+        (folder / f"case{i}.cu").write_text(source)
+    (folder / "main.cu").write_text('#include "../../scripts/bench_cuda_main.cu"\n')
+    (folder / "run.sh").write_text(RUN)
+    print(f"{len(sources)} cases in {os.fspath(folder)}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3 or sys.argv[1] != "emit":
+        raise SystemExit(__doc__)
+    emit(Path(sys.argv[2]), sys.argv[3:])
