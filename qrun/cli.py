@@ -286,7 +286,7 @@ def bench(
 def inspect(model: str, context: int | None, as_json: bool) -> None:
     """Say what MODEL is, what memory it takes, and whether it would load; read no weights.
 
-    The exit code is 0 if it would load, 4 if not.
+    The exit code is 0 if it would load, 4 if not. A hub id that is not in the cache is downloaded.
     """
     from qrun.hardware import require_mlx
 

@@ -57,6 +57,8 @@ def rope_from(
     head_dim: D; `partial_rotary_factor` says how much of it is rotated. layer_type: given where
     `rope_parameters` has an entry for each type. theta: what a missing rope_theta means.
     """
+    for key in ("rope_interleaved", "rope_traditional"):  # other pairs of dims, by config.json
+        config.require(key, False)
     theta = config.float("rope_theta", theta)
     share = config.float("partial_rotary_factor", 1.0)
     parameters = config.level("rope_parameters")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,7 +108,7 @@ def test_stacked_experts(case: str, bits: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", zoo.PEERS)
-def test_four_bits(case: str, tmp_path: Path) -> None:
+def test_four_bits(case: str, tmp_path: Path, backend: Any) -> None:
     """Every architecture quantized, against float64 on the values that the codes stand for."""
     folder = zoo.write(tmp_path / case, case, bits=4, dtype="F16")
     tensors = reference.unpacked(zoo.tensors(case, bits=4, dtype="F16"), Quantization(4, 32))
@@ -170,6 +171,8 @@ def test_gemma3_may_leave_out_what_it_always_has(tmp_path: Path) -> None:
         ("llama_window", {"layer_types": ["x", "y", "z"]}, "layer_types must be 3 times"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok must be a whole number, 1 to"),
         ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "must have one for full_att"),
+        ("llama", {"rope_interleaved": True}, "rope_interleaved is True"),
+        ("llama", {"rope_traditional": True}, "rope_traditional is True"),
         ("llama", {"head_dim": 25}, "head_dim 25 is odd"),
         ("llama", {"num_hidden_layers": 9999}, "the weights are not those that config.json"),
     ],
@@ -197,6 +200,24 @@ def test_the_compute_type_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_launch, "backend", lambda: SimpleNamespace(NAME="cuda"))
     assert default_dtype(scales) == mx.bfloat16
     assert default_dtype(dense) == mx.float16
+
+
+@pytest.mark.parametrize("case", ["gemma2", "mixtral", "cohere2", "llama"])
+@pytest.mark.parametrize("bits", [0, 4])
+def test_case_19_no_compiler_at_run_time(
+    case: str, bits: int, tmp_path: Path, python: Callable[..., str]
+) -> None:
+    """Steps with elementwise ops between the kernels, too: MLX would compile C++ where it fuses."""
+    folder = zoo.write(tmp_path / "m", case, bits=bits, dtype="F16")
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    code = (
+        "import sys, warnings; warnings.simplefilter('ignore');"
+        "from pathlib import Path; from qrun.loader import load; from tests.test_models import run;"
+        "print(run(load(sys.argv[1]), list(range(9)), 5).shape)"
+    )
+    assert python(code, folder, TMPDIR=str(temporary)).strip() == f"(9, {zoo.VOCAB})"
+    assert list(temporary.iterdir()) == []
 
 
 def test_files_stay_short() -> None:
