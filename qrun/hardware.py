@@ -71,11 +71,19 @@ def read_bandwidth() -> float:
 
 
 def peak_memory() -> int:
-    """The process's largest resident size so far, bytes; on a GPU MLX's peak as well."""
+    """The process's largest resident size so far, bytes; on a GPU MLX's peak, if that is larger."""
     import mlx.core as mx
 
-    unit = 1 if sys.platform == "darwin" else 1024
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     if mx.default_device().type == mx.gpu:
-        return max(resident, mx.get_peak_memory())
-    return resident
+        return max(_peak_resident(), mx.get_peak_memory())
+    return _peak_resident()
+
+
+def _peak_resident() -> int:
+    try:
+        # getrusage would count what the parent process held when it started this one.
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

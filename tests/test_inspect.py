@@ -91,8 +91,8 @@ def test_no_weight_is_read(tmp_path: Path, python: Callable[..., str]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
     code = (
-        "import sys, resource, qrun.inspect as i; r = i.inspect(sys.argv[1]);"
-        "print(r.loads, r.parameters, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "import sys, qrun.inspect as i, qrun.hardware as h; r = i.inspect(sys.argv[1]);"
+        "print(r.loads, r.parameters, h.peak_memory() >> 10)"
     )
     loads, parameters, kilobytes = python(code, tmp_path).split()
     assert loads == "True"
