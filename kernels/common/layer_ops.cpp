@@ -77,8 +77,8 @@ class EmbeddingOp : public CpuPrimitive {
     const bool wide = in[0].itemsize() == 8;
     mx::cpu::get_command_encoder(stream()).dispatch(
         [ids = dense(in[0], stream()), wide, y = allocate<char>(out[0]),
-         type = type_of(out[0].dtype(), "embedding", "result"), rows = static_cast<int>(in[0].size()),
-         w, scale = scale_] {
+         type = type_of(out[0].dtype(), "embedding", "result"),
+         rows = static_cast<int>(in[0].size()), w, scale = scale_] {
           parallel(rows, rows_per_step(w.k * 4), [&](int r0, int r1) {
             kernels().embedding(w, ids, wide, y, type, scale, r0, r1);
           });
@@ -208,8 +208,7 @@ mx::array argmax(const mx::array& logits) {
   require(logits.ndim() >= 1 && logits.shape(-1) >= 1, "argmax: logits must have a last axis");
   type_of(logits.dtype(), "argmax", "logits");
   mx::Shape shape(logits.shape().begin(), logits.shape().end() - 1);
-  return mx::array(std::move(shape), mx::int32, std::make_shared<ArgmaxOp>(cpu_stream()),
-                   {logits});
+  return mx::array(std::move(shape), mx::int32, std::make_shared<ArgmaxOp>(cpu_stream()), {logits});
 }
 
 mx::array embedding(const mx::array& ids, const mx::array& packed, int n, int k, int bits,
@@ -246,11 +245,11 @@ std::vector<mx::array> rope(const mx::array& qkv, const mx::array& k_cache,
   require_shape("rope", "v_cache", v_cache, k_cache.shape());
   require(k_cache.dtype() == v_cache.dtype(), "rope: k_cache and v_cache must have one dtype");
   require(offset.dtype() == mx::int32 && offset.size() == 1, "rope: offset must be one int32");
-  require(table.dtype() == mx::float32 && table.ndim() == 3 && table.shape(2) == 2 &&
-              2 * table.shape(1) <= head_dim,
-          "rope: table has shape " + text(table.shape()) +
-              ", expected float32 (C, R/2, 2) with R at most head_dim = " +
-              std::to_string(head_dim));
+  require(
+      table.dtype() == mx::float32 && table.ndim() == 3 && table.shape(2) == 2 &&
+          2 * table.shape(1) <= head_dim,
+      "rope: table has shape " + text(table.shape()) +
+          ", expected float32 (C, R/2, 2) with R at most head_dim = " + std::to_string(head_dim));
   a.rotated = 2 * table.shape(1);
   a.type = type_of(qkv.dtype(), "rope", "qkv");
   a.cache_type = type_of(k_cache.dtype(), "rope", "k_cache");
@@ -285,8 +284,8 @@ mx::array sdpa(const mx::array& q, const mx::array& k_cache, const mx::array& v_
   require_shape("sdpa", "v_cache", v_cache, k_cache.shape());
   require(k_cache.dtype() == v_cache.dtype(), "sdpa: k_cache and v_cache must have one dtype");
   require(a.kv_heads >= 1 && a.heads % a.kv_heads == 0,
-          "sdpa: heads = " + std::to_string(a.heads) + " is not a multiple of kv_heads = " +
-              std::to_string(a.kv_heads));
+          "sdpa: heads = " + std::to_string(a.heads) +
+              " is not a multiple of kv_heads = " + std::to_string(a.kv_heads));
   require(offset.dtype() == mx::int32 && offset.size() == 1, "sdpa: offset must be one int32");
   require(window >= 0 && softcap >= 0, "sdpa: window and softcap must not be negative");
   a.window = window;

@@ -31,7 +31,8 @@ namespace {
 
 class Replay : public CpuPrimitive {
  public:
-  Replay(mx::Stream s, std::shared_ptr<const Tape> tape) : CpuPrimitive(s), tape_(std::move(tape)) {}
+  Replay(mx::Stream s, std::shared_ptr<const Tape> tape)
+      : CpuPrimitive(s), tape_(std::move(tape)) {}
   const char* name() const override { return "qrun_program"; }
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
@@ -115,8 +116,8 @@ Program::Program(const std::vector<mx::array>& inputs, const std::vector<mx::arr
 
 std::vector<mx::array> Program::operator()(const std::vector<mx::array>& inputs) const {
   require(inputs.size() == tape_->input_shapes.size(),
-          "program: traced with " + std::to_string(tape_->input_shapes.size()) + " inputs, called with " +
-              std::to_string(inputs.size()));
+          "program: traced with " + std::to_string(tape_->input_shapes.size()) +
+              " inputs, called with " + std::to_string(inputs.size()));
   for (size_t i = 0; i < inputs.size(); i++)
     require(inputs[i].shape() == tape_->input_shapes[i],
             "program: input " + std::to_string(i) + " has shape " + text(inputs[i].shape()) +
