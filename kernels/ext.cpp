@@ -76,8 +76,7 @@ NB_MODULE(_ext, m) {
         return std::make_tuple(out[0], out[1], out[2]);
       },
       "qkv"_a, "k_cache"_a, "v_cache"_a, "offset"_a, "table"_a, nb::kw_only(), "heads"_a,
-      "kv_heads"_a, "head_dim"_a, "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
-      "eps"_a = 0.0f);
+      "kv_heads"_a, "head_dim"_a, "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "eps"_a = 0.0f);
   m.def("sdpa", &qrun::sdpa, "q"_a, "k_cache"_a, "v_cache"_a, "offset"_a, nb::kw_only(), "scale"_a,
         "window"_a = 0, "softcap"_a = 0.0f);
 

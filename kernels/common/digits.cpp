@@ -18,7 +18,7 @@ static float inverse_scale(int largest_bits, int count) {
   if (count > 1) return power_below(count == 3 ? 8355000.0f : 32600.0f, largest_bits);
   float largest;
   __builtin_memcpy(&largest, &largest_bits, 4);
-  return largest > 0x1p-100f ? 127.0f / largest : 0x1p100f;
+  return largest > 0x1p-119f ? 127.0f / largest : 0x1p125f;
 }
 
 // v (16 numbers at k = i of the group) -> digits[d][i..]; digits of one row and chunk are adjacent.

@@ -11,15 +11,16 @@
 #include <cpuid.h>
 #endif
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 namespace qrun {
 
-#define QRUN_DECLARE(isa)       \
-  namespace isa {               \
-  extern const Kernels table;   \
+#define QRUN_DECLARE(isa)     \
+  namespace isa {             \
+  extern const Kernels table; \
   }
 QRUN_DECLARE(portable)
 #if defined(__x86_64__)
@@ -74,8 +75,8 @@ const Choice* choices(int& count) {
                         (b7 & bit_AVX512VL) && (b7 & bit_AVX512DQ);
     const bool vnni = avx512 && (c7 & bit_AVX512VNNI);
     constexpr unsigned amx_tile = 1u << 24, amx_int8 = 1u << 25;
-    const bool amx = vnni && (d7 & amx_tile) && (d7 & amx_int8) &&
-                     (state & 0x60000) == 0x60000 && tiles_granted();
+    const bool amx = vnni && (d7 & amx_tile) && (d7 & amx_int8) && (state & 0x60000) == 0x60000 &&
+                     tiles_granted();
     struct List {
       Choice at[5];
     };
@@ -89,8 +90,18 @@ const Choice* choices(int& count) {
   return list.at;
 }
 #elif defined(__aarch64__)
+// Byte dot products came with ARMv8.2; every Apple processor that runs MLX has them.
+bool has_dot() {
+#if defined(__linux__)
+  constexpr unsigned long asimd_dp = 1ul << 20;
+  return getauxval(AT_HWCAP) & asimd_dp;
+#else
+  return true;
+#endif
+}
+
 const Choice* choices(int& count) {
-  static const Choice list[] = {{&portable::table, true}, {&neon::table, true}};
+  static const Choice list[] = {{&portable::table, true}, {&neon::table, has_dot()}};
   count = 2;
   return list;
 }

@@ -6,9 +6,7 @@
 namespace qrun::QRUN_NS {
 
 // gate * sigmoid(gate), and the tanh form of gelu, which is gate * sigmoid(2u).
-static inline f32x16 silu(f32x16 gate) {
-  return gate / (splat(1) + exp(splat(0) - gate));
-}
+static inline f32x16 silu(f32x16 gate) { return gate / (splat(1) + exp(splat(0) - gate)); }
 static inline f32x16 gelu(f32x16 gate) {
   f32x16 u = gate * fma(gate * gate, splat(0.0356774081f), splat(0.7978845608f));
   return gate / (splat(1) + exp(u * splat(-2)));

@@ -40,12 +40,13 @@ class SwigluOp : public CpuPrimitive {
   const char* name() const override { return "qrun_swiglu"; }
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     const Type type = type_of(in[0].dtype(), "swiglu", "gate_up");
-    enqueue(stream(), [x = dense(in[0], stream()), y = allocate<char>(out[0]), type, size = out[0].size()] {
-          constexpr size_t step = 4096;
-          parallel(static_cast<int>((size + step - 1) / step), 1, [&](int i0, int i1) {
-            kernels().swiglu(x, y, type, i0 * step, std::min(size, i1 * step));
-          });
-        });
+    enqueue(stream(),
+            [x = dense(in[0], stream()), y = allocate<char>(out[0]), type, size = out[0].size()] {
+              constexpr size_t step = 4096;
+              parallel(static_cast<int>((size + step - 1) / step), 1, [&](int i0, int i1) {
+                kernels().swiglu(x, y, type, i0 * step, std::min(size, i1 * step));
+              });
+            });
   }
 };
 
@@ -57,11 +58,11 @@ class ArgmaxOp : public CpuPrimitive {
     const Type type = type_of(in[0].dtype(), "argmax", "logits");
     const int n = in[0].shape(-1), rows = static_cast<int>(out[0].size());
     enqueue(stream(), [x = dense(in[0], stream()), y = allocate<int32_t>(out[0]), type, n, rows] {
-          parallel(rows, 1, [&](int r0, int r1) {
-            for (int r = r0; r < r1; r++)
-              y[r] = kernels().argmax(x + static_cast<size_t>(r) * n * size_of(type), type, n);
-          });
-        });
+      parallel(rows, 1, [&](int r0, int r1) {
+        for (int r = r0; r < r1; r++)
+          y[r] = kernels().argmax(x + static_cast<size_t>(r) * n * size_of(type), type, n);
+      });
+    });
   }
 };
 
@@ -74,12 +75,11 @@ class EmbeddingOp : public CpuPrimitive {
     w.data = reinterpret_cast<const uint8_t*>(dense(in[1], stream()));
     const bool wide = in[0].itemsize() == 8;
     enqueue(stream(), [ids = dense(in[0], stream()), wide, y = allocate<char>(out[0]),
-         type = type_of(out[0].dtype(), "embedding", "result"), rows = static_cast<int>(in[0].size()),
-         w, scale = scale_] {
-          parallel(rows, rows_per_step(w.k * 4), [&](int r0, int r1) {
-            kernels().embedding(w, ids, wide, y, type, scale, r0, r1);
-          });
-        });
+                       type = type_of(out[0].dtype(), "embedding", "result"),
+                       rows = static_cast<int>(in[0].size()), w, scale = scale_] {
+      parallel(rows, rows_per_step(w.k * 4),
+               [&](int r0, int r1) { kernels().embedding(w, ids, wide, y, type, scale, r0, r1); });
+    });
   }
 
  private:
@@ -108,18 +108,19 @@ class RopeOp : public CpuPrimitive {
     a.k_cache = out[1].data<char>();
     a.v_cache = out[2].data<char>();
     const int rows = in[4].shape(0);
-    enqueue(stream(), [given = a, rows, offset = reinterpret_cast<const int*>(dense(in[3], stream()))] {
-          Rope a = given;
-          a.offset = *offset;
-          if (a.offset < 0 || a.offset + a.length > std::min(a.capacity, rows))
-            throw std::out_of_range("rope: positions " + std::to_string(a.offset) + " to " +
-                                    std::to_string(a.offset + a.length - 1) +
-                                    " do not fit a cache of " + std::to_string(a.capacity) +
-                                    " and a table of " + std::to_string(rows));
-          const size_t row = static_cast<size_t>(a.heads + 2 * a.kv_heads) * a.head_dim;
-          parallel(a.batch * a.length, rows_per_step(row),
-                   [&](int i0, int i1) { kernels().rope(a, i0, i1); });
-        });
+    enqueue(stream(),
+            [given = a, rows, offset = reinterpret_cast<const int*>(dense(in[3], stream()))] {
+              Rope a = given;
+              a.offset = *offset;
+              if (a.offset < 0 || a.offset + a.length > std::min(a.capacity, rows))
+                throw std::out_of_range("rope: positions " + std::to_string(a.offset) + " to " +
+                                        std::to_string(a.offset + a.length - 1) +
+                                        " do not fit a cache of " + std::to_string(a.capacity) +
+                                        " and a table of " + std::to_string(rows));
+              const size_t row = static_cast<size_t>(a.heads + 2 * a.kv_heads) * a.head_dim;
+              parallel(a.batch * a.length, rows_per_step(row),
+                       [&](int i0, int i1) { kernels().rope(a, i0, i1); });
+            });
   }
 
  private:
@@ -156,26 +157,26 @@ class SdpaOp : public CpuPrimitive {
     // Each run starts from `given`: a recorded task runs again with another offset.
     enqueue(stream(), [given = a, units, heads,
                        offset = reinterpret_cast<const int*>(dense(in[3], stream()))] {
-          Sdpa a = given;
-          a.offset = *offset;
-          const int keys = a.offset + a.length;
-          if (a.offset < 0 || keys > a.capacity)
-            throw std::out_of_range("sdpa: " + std::to_string(keys) + " keys in a cache of " +
-                                    std::to_string(a.capacity));
-          a.chunks = (keys + a.chunk - 1) / a.chunk;
-          if (a.chunks == 1) a.partial = nullptr;
-          if (a.turned) {
-            a.turned_keys = (keys + 63) / 64 * 64;  // whole blocks
-            parallel(static_cast<int>(heads) * a.turned_keys / 16, 16,
-                     [&](int i0, int i1) { kernels().sdpa_turn(a, i0, i1); });
-          }
-          const size_t bytes = 2 * size_of(a.cache_type) * a.head_dim * std::min(keys, a.chunk);
-          const int items = a.partial ? units * a.chunks : units;
-          const int step = static_cast<int>(std::max<size_t>(1, (16 << 10) / bytes));
-          parallel(items, step, [&](int i0, int i1) { kernels().sdpa(a, i0, i1); });
-          if (a.partial)
-            parallel(units, units, [&](int i0, int i1) { kernels().sdpa_merge(a, i0, i1); });
-        });
+      Sdpa a = given;
+      a.offset = *offset;
+      const int keys = a.offset + a.length;
+      if (a.offset < 0 || keys > a.capacity)
+        throw std::out_of_range("sdpa: " + std::to_string(keys) + " keys in a cache of " +
+                                std::to_string(a.capacity));
+      a.chunks = (keys + a.chunk - 1) / a.chunk;
+      if (a.chunks == 1) a.partial = nullptr;
+      if (a.turned) {
+        a.turned_keys = (keys + 63) / 64 * 64;  // whole blocks
+        parallel(static_cast<int>(heads) * a.turned_keys / 16, 16,
+                 [&](int i0, int i1) { kernels().sdpa_turn(a, i0, i1); });
+      }
+      const size_t bytes = 2 * size_of(a.cache_type) * a.head_dim * std::min(keys, a.chunk);
+      const int items = a.partial ? units * a.chunks : units;
+      const int step = static_cast<int>(std::max<size_t>(1, (16 << 10) / bytes));
+      parallel(items, step, [&](int i0, int i1) { kernels().sdpa(a, i0, i1); });
+      if (a.partial)
+        parallel(units, units, [&](int i0, int i1) { kernels().sdpa_merge(a, i0, i1); });
+    });
   }
 
  private:
@@ -207,8 +208,7 @@ mx::array argmax(const mx::array& logits) {
   require(logits.ndim() >= 1 && logits.shape(-1) >= 1, "argmax: logits must have a last axis");
   type_of(logits.dtype(), "argmax", "logits");
   mx::Shape shape(logits.shape().begin(), logits.shape().end() - 1);
-  return mx::array(std::move(shape), mx::int32, std::make_shared<ArgmaxOp>(cpu_stream()),
-                   {logits});
+  return mx::array(std::move(shape), mx::int32, std::make_shared<ArgmaxOp>(cpu_stream()), {logits});
 }
 
 mx::array embedding(const mx::array& ids, const mx::array& packed, int n, int k, int bits,
@@ -245,11 +245,11 @@ std::vector<mx::array> rope(const mx::array& qkv, const mx::array& k_cache,
   require_shape("rope", "v_cache", v_cache, k_cache.shape());
   require(k_cache.dtype() == v_cache.dtype(), "rope: k_cache and v_cache must have one dtype");
   require(offset.dtype() == mx::int32 && offset.size() >= 1, "rope: offset must be int32");
-  require(table.dtype() == mx::float32 && table.ndim() == 3 && table.shape(2) == 2 &&
-              2 * table.shape(1) <= head_dim,
-          "rope: table has shape " + text(table.shape()) +
-              ", expected float32 (C, R/2, 2) with R at most head_dim = " +
-              std::to_string(head_dim));
+  require(
+      table.dtype() == mx::float32 && table.ndim() == 3 && table.shape(2) == 2 &&
+          2 * table.shape(1) <= head_dim,
+      "rope: table has shape " + text(table.shape()) +
+          ", expected float32 (C, R/2, 2) with R at most head_dim = " + std::to_string(head_dim));
   a.rotated = 2 * table.shape(1);
   a.type = type_of(qkv.dtype(), "rope", "qkv");
   a.cache_type = type_of(k_cache.dtype(), "rope", "k_cache");
@@ -284,8 +284,8 @@ mx::array sdpa(const mx::array& q, const mx::array& k_cache, const mx::array& v_
   require_shape("sdpa", "v_cache", v_cache, k_cache.shape());
   require(k_cache.dtype() == v_cache.dtype(), "sdpa: k_cache and v_cache must have one dtype");
   require(a.kv_heads >= 1 && a.heads % a.kv_heads == 0,
-          "sdpa: heads = " + std::to_string(a.heads) + " is not a multiple of kv_heads = " +
-              std::to_string(a.kv_heads));
+          "sdpa: heads = " + std::to_string(a.heads) +
+              " is not a multiple of kv_heads = " + std::to_string(a.kv_heads));
   require(offset.dtype() == mx::int32 && offset.size() >= 1, "sdpa: offset must be int32");
   require(window >= 0 && softcap >= 0, "sdpa: window and softcap must not be negative");
   a.window = window;

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "mlx/mlx.h"
 #include "mlx/backend/cpu/encoder.h"
+#include "mlx/mlx.h"
 #include "mlx/primitives.h"
 #include "mlx/version.h"
 #include "types.h"

@@ -81,8 +81,8 @@ class Pool {
   }
 
   bool enter(uint64_t seen) {
-    return !(seen & kClosed) && state_.compare_exchange_strong(seen, seen + 1,
-                                                               std::memory_order_acq_rel);
+    return !(seen & kClosed) &&
+           state_.compare_exchange_strong(seen, seen + 1, std::memory_order_acq_rel);
   }
 
   void work() {
@@ -179,12 +179,11 @@ Shared& shared() {
   static Shared s;
 #if !defined(_WIN32)
   // A forked child has none of the threads: forget them (a join would wait forever) and start anew.
-  static const int once = pthread_atfork(
-      nullptr, nullptr, [] {
-        Shared& child = shared();
-        (void)child.pool.release();
-        new (&child.mutex) std::mutex;
-      });
+  static const int once = pthread_atfork(nullptr, nullptr, [] {
+    Shared& child = shared();
+    (void)child.pool.release();
+    new (&child.mutex) std::mutex;
+  });
   (void)once;
 #endif
   return s;

@@ -8,12 +8,11 @@ namespace qrun::QRUN_NS {
 void read(const void* p, size_t bytes) {
   const char* c = (const char*)p;
   i32x16 s[4] = {splat_i(0), splat_i(0), splat_i(0), splat_i(0)};
-  for (size_t i = 0; i + 256 <= bytes; i += 256)
-    QRUN_UNROLL
-    for (int j = 0; j < 4; j++) {
-      prefetch(c + i + j * 64 + 8192);
-      s[j] = s[j] + load_i(c + i + j * 64);
-    }
+  for (size_t i = 0; i + 256 <= bytes; i += 256) QRUN_UNROLL
+  for (int j = 0; j < 4; j++) {
+    prefetch(c + i + j * 64 + 8192);
+    s[j] = s[j] + load_i(c + i + j * 64);
+  }
   volatile int sink = sum(s[0] + s[1] + s[2] + s[3]);
   (void)sink;
 }
@@ -25,9 +24,8 @@ double peak(int kind, long rounds) {
   if (kind == 0) {
     f32x16 acc[chains], a = splat(1.0f + zero), b = splat(0.0f + zero);
     for (int i = 0; i < chains; i++) acc[i] = splat((float)i);
-    for (long r = 0; r < rounds; r++)
-      QRUN_UNROLL
-      for (int i = 0; i < chains; i++) acc[i] = fma(acc[i], a, b);
+    for (long r = 0; r < rounds; r++) QRUN_UNROLL
+    for (int i = 0; i < chains; i++) acc[i] = fma(acc[i], a, b);
     f32x16 s = splat(0);
     for (int i = 0; i < chains; i++) s = s + acc[i];
     volatile float sink = sum(s);
@@ -38,9 +36,8 @@ double peak(int kind, long rounds) {
   alignas(64) int8_t x[4 * chains] = {};
   x[zero] = 1;
   for (int i = 0; i < chains; i++) acc[i] = splat_i(i);
-  for (long r = 0; r < rounds; r++)
-    QRUN_UNROLL
-    for (int i = 0; i < chains; i++) acc[i] = dot_small(acc[i], codes, x + 4 * i);
+  for (long r = 0; r < rounds; r++) QRUN_UNROLL
+  for (int i = 0; i < chains; i++) acc[i] = dot_small(acc[i], codes, x + 4 * i);
   i32x16 s = splat_i(0);
   for (int i = 0; i < chains; i++) s = s + acc[i];
   volatile int sink = sum(s);

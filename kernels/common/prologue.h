@@ -24,7 +24,7 @@ static inline float power_below(float limit, int largest_bits) {
   float largest;
   __builtin_memcpy(&largest, &largest_bits, 4);
   float ratio = limit / largest;
-  if (!(ratio < 0x1p100f)) return 0x1p100f;  // zeros and numbers far below any use
+  if (!(ratio < 0x1p126f)) return 0x1p126f;  // zeros and numbers far below any use
   uint32_t bits;
   __builtin_memcpy(&bits, &ratio, 4);
   bits &= 0x7f800000;

@@ -16,8 +16,9 @@ static inline size_t size_of(Type t) { return t == Type::f32 ? 4 : 2; }
 
 enum class Activation : int { none, swiglu, geglu };
 
-constexpr int kLanes = 16;  // rows of w in a block: one dword lane each
-constexpr int kChunk = 32;  // successive k of a step of the vector kernels
+constexpr int kLanes = 16;     // rows of w in a block: one dword lane each
+constexpr int kChunk = 32;     // successive k of a step of the vector kernels
+constexpr int kSegment = 512;  // k whose groups share one float32 sum before it joins the row's
 constexpr int kMaxDigits = 3;
 
 // w in stream order; the drawing is in kernels/qmv/README.md.
@@ -44,9 +45,9 @@ struct Digits {
   int8_t* digits;
   float* meta;
   int m, k, group;
-  int count;  // 1, 2 or 3
-  int tile;   // rows of a full tile
-  int chunk;  // successive k whose digits lie together
+  int count;      // 1, 2 or 3
+  int tile;       // rows of a full tile
+  int chunk;      // successive k whose digits lie together
   bool even_odd;  // 4-bit codes: eight k lie in the order 0 2 4 6 1 3 5 7
 
   int tiles() const { return (m + tile - 1) / tile; }
@@ -89,7 +90,7 @@ struct Epilogue {
 };
 
 struct RmsNorm {
-  const void* x;  // (rows, d)
+  const void* x;       // (rows, d)
   const void* weight;  // (d,)
   void* y;
   int d;
@@ -98,10 +99,10 @@ struct RmsNorm {
 };
 
 struct Rope {
-  const void* qkv;  // (B, L, (H + 2*Hkv) * D)
-  void* q;          // (B, H, L, D)
-  void* k_cache;    // (B, Hkv, C, D)
-  void* v_cache;    // (B, Hkv, C, D)
+  const void* qkv;     // (B, L, (H + 2*Hkv) * D)
+  void* q;             // (B, H, L, D)
+  void* k_cache;       // (B, Hkv, C, D)
+  void* v_cache;       // (B, Hkv, C, D)
   const float* table;  // (C, R/2, 2): cos, sin
   const void* q_norm;  // (D,), or null
   const void* k_norm;
@@ -119,7 +120,8 @@ struct Sdpa {
   float scale, softcap;
   Type type, cache_type;
   // Decode splits the keys: chunk c of `chunk` keys leaves its running maximum, sum and weighted
-  // values here, (B*Hkv, row tiles, chunks, tile, 16 + D padded to 16), and sdpa_merge puts them together.
+  // values here, (B*Hkv, row tiles, chunks, tile, 16 + D padded to 16), and sdpa_merge puts them
+  // together.
   float* partial;
   int tile, chunk, chunks;
   // A prompt has many tiles: the keys as sdpa.cpp wants them, (B*Hkv, turned_keys/16, D, 16).
@@ -134,7 +136,8 @@ struct Kernels {
   void (*prepare)(const Prologue&, const Digits&, int tile0, int tile1);
   void (*product)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1, int tile0,
                   int tile1);
-  // The same on a matrix unit (AMX), or null: tiles of up to 16 rows of x, chunks of min(group, 64).
+  // The same on a matrix unit (AMX), or null: tiles of up to 16 rows of x, chunks of min(group,
+  // 64).
   void (*product_tiled)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1,
                         int tile0, int tile1);
   void (*rms_norm)(const RmsNorm&, int row0, int row1);
@@ -150,7 +153,7 @@ struct Kernels {
   double (*peak)(int kind, long rounds);  // operations done in `rounds` rounds
 };
 
-const Kernels& kernels();           // the best set of this machine, or QRUN_ISA's
-void force_isa(const char* name);   // for tests; throws when unknown or unsupported
+const Kernels& kernels();          // the best set of this machine, or QRUN_ISA's
+void force_isa(const char* name);  // for tests; throws when unknown or unsupported
 
 }  // namespace qrun

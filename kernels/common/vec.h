@@ -3,7 +3,7 @@
 #pragma once
 
 // Arrays of lanes become registers only when their indices are constants.
-#if defined(__AVX2__) || defined(__ARM_NEON)
+#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 #define QRUN_UNROLL _Pragma("GCC unroll 16")
 #else
 #define QRUN_UNROLL  // the portable lanes are memory anyway
@@ -13,7 +13,7 @@
 #include "vec_avx512.h"
 #elif defined(__AVX2__)
 #include "vec_avx2.h"
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_FEATURE_DOTPROD)
 #include "vec_neon.h"
 #else
 #include "vec_portable.h"

@@ -89,7 +89,9 @@ static inline int greatest(i32x16 x) {
   return s;
 }
 
-static inline f32x16 to_float(i32x16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+static inline f32x16 to_float(i32x16 x) {
+  return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
+}
 static inline i32x16 round_to_int(f32x16 x) {
   return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)};
 }
@@ -110,7 +112,8 @@ static inline void store_f16(void* p, f32x16 x) {
 }
 static inline f32x16 load_bf16(const void* p) {
   const __m128i* q = (const __m128i*)p;
-  i32x16 w = {_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};
+  i32x16 w = {_mm256_cvtepu16_epi32(_mm_loadu_si128(q)),
+              _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};
   return float_of(shl<16>(w));
 }
 static inline void store_u16(void* p, i32x16 x) {
@@ -121,8 +124,9 @@ static inline void store_u16(void* p, i32x16 x) {
 
 // Byte 0 of each lane of four, gathered to the front of each 128-bit half, then joined.
 static inline long long low_bytes(__m256i x) {
-  const __m256i pick = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
-                                        0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i pick =
+      _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1,
+                       -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
   __m256i y = _mm256_shuffle_epi8(x, pick);
   return _mm_cvtsi128_si64(
       _mm_unpacklo_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
@@ -133,7 +137,8 @@ static inline void store_bytes(int8_t* p, i32x16 x) {
 }
 static inline void store_bytes_even_odd(int8_t* p, i32x16 x) {
   const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
-  store_bytes(p, {_mm256_permutevar8x32_epi32(x.a, order), _mm256_permutevar8x32_epi32(x.b, order)});
+  store_bytes(p,
+              {_mm256_permutevar8x32_epi32(x.a, order), _mm256_permutevar8x32_epi32(x.b, order)});
 }
 
 static inline i32x16 lookup(const uint8_t* table, i32x16 index) {

@@ -122,13 +122,12 @@ static inline void transpose(f32x16 (&r)[16]) {
     t[i + 1] = _mm512_unpackhi_ps(r[i].v, r[i + 1].v);
   }
   QRUN_UNROLL
-  for (int b = 0; b < 16; b += 4)
-    QRUN_UNROLL
-    for (int h = 0; h < 2; h++) {
-      const __m512d low = _mm512_castps_pd(t[b + h]), high = _mm512_castps_pd(t[b + 2 + h]);
-      u[b + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-      u[b + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
-    }
+  for (int b = 0; b < 16; b += 4) QRUN_UNROLL
+  for (int h = 0; h < 2; h++) {
+    const __m512d low = _mm512_castps_pd(t[b + h]), high = _mm512_castps_pd(t[b + 2 + h]);
+    u[b + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+    u[b + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+  }
   QRUN_UNROLL
   for (int c = 0; c < 4; c++) {
     const __m512 a = _mm512_shuffle_f32x4(u[c], u[4 + c], 0x88);

@@ -13,9 +13,9 @@ struct i32x16 {
 
 constexpr int kMaxTile[kMaxDigits + 1] = {0, 4, 2, 2};
 
-#define QRUN_EACH(expr)                      \
-  {                                          \
-    for (int i = 0; i < 16; i++) expr;       \
+#define QRUN_EACH(expr)                \
+  {                                    \
+    for (int i = 0; i < 16; i++) expr; \
   }
 
 static inline f32x16 splat(float x) {
@@ -29,11 +29,11 @@ static inline f32x16 load(const float* p) {
   return r;
 }
 static inline void store(float* p, f32x16 a) { __builtin_memcpy(p, a.v, 64); }
-#define QRUN_F(name, expr)                      \
+#define QRUN_F(name, expr)                        \
   static inline f32x16 name(f32x16 a, f32x16 b) { \
-    f32x16 r;                                   \
-    QRUN_EACH(r.v[i] = expr)                    \
-    return r;                                   \
+    f32x16 r;                                     \
+    QRUN_EACH(r.v[i] = expr)                      \
+    return r;                                     \
   }
 QRUN_F(operator+, a.v[i] + b.v[i])
 QRUN_F(operator-, a.v[i] - b.v[i])
@@ -64,11 +64,11 @@ static inline i32x16 load_i(const void* p) {
   return r;
 }
 static inline void store_i(void* p, i32x16 a) { __builtin_memcpy(p, a.v, 64); }
-#define QRUN_I(name, expr)                      \
+#define QRUN_I(name, expr)                        \
   static inline i32x16 name(i32x16 a, i32x16 b) { \
-    i32x16 r;                                   \
-    QRUN_EACH(r.v[i] = expr)                    \
-    return r;                                   \
+    i32x16 r;                                     \
+    QRUN_EACH(r.v[i] = expr)                      \
+    return r;                                     \
   }
 QRUN_I(operator+, (int32_t)((uint32_t)a.v[i] + (uint32_t)b.v[i]))
 QRUN_I(operator-, (int32_t)((uint32_t)a.v[i] - (uint32_t)b.v[i]))

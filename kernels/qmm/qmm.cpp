@@ -24,7 +24,7 @@ const ProductTiled product_tiled = nullptr;
 #else
 
 constexpr int kRows = kUnitRows;  // rows of x in a tile
-constexpr int kPanel = 512;       // k
+constexpr int kPanel = kSegment;  // k
 constexpr int kRun = 8;           // blocks of w whose panels are unpacked together
 constexpr int kTilesAtOnce = 32;  // tiles of x whose sums wait between panels
 
@@ -35,27 +35,27 @@ constexpr int kSums = kRows * kLanes;  // whole numbers of one tile
 template <int SET, int D>
 static inline void dot_group(const int8_t* x, const uint8_t* codes, int chunks, int chunk,
                              int32_t* sums) {
-#define QRUN_SET(c0, c1, c2)                                         \
-  QRUN_TILE_ZERO(c0);                                                \
-  if constexpr (D > 1) QRUN_TILE_ZERO(c1);                           \
-  if constexpr (D > 2) QRUN_TILE_ZERO(c2);                           \
-  for (int c = 0; c < chunks; c++) {                                 \
-    QRUN_TILE_LOAD(7, codes, 64);                                    \
-    QRUN_TILE_LOAD(6, x, D* chunk);                                  \
-    QRUN_TILE_DOT(bsud, c0, 6, 7);                                         \
-    if constexpr (D > 1) {                                           \
-      QRUN_TILE_LOAD(6, x + chunk, D* chunk);                        \
-      QRUN_TILE_DOT(bsud, c1, 6, 7);                                       \
-    }                                                                \
-    if constexpr (D > 2) {                                           \
-      QRUN_TILE_LOAD(6, x + 2 * chunk, D* chunk);                    \
-      QRUN_TILE_DOT(bsud, c2, 6, 7);                                       \
-    }                                                                \
-    codes += chunk * kLanes;                                         \
-    x += (size_t)kRows * D * chunk;                                  \
-  }                                                                  \
-  QRUN_TILE_STORE(c0, sums, 64);                                     \
-  if constexpr (D > 1) QRUN_TILE_STORE(c1, sums + kSums, 64);        \
+#define QRUN_SET(c0, c1, c2)                                  \
+  QRUN_TILE_ZERO(c0);                                         \
+  if constexpr (D > 1) QRUN_TILE_ZERO(c1);                    \
+  if constexpr (D > 2) QRUN_TILE_ZERO(c2);                    \
+  for (int c = 0; c < chunks; c++) {                          \
+    QRUN_TILE_LOAD(7, codes, 64);                             \
+    QRUN_TILE_LOAD(6, x, D* chunk);                           \
+    QRUN_TILE_DOT(bsud, c0, 6, 7);                            \
+    if constexpr (D > 1) {                                    \
+      QRUN_TILE_LOAD(6, x + chunk, D * chunk);                \
+      QRUN_TILE_DOT(bsud, c1, 6, 7);                          \
+    }                                                         \
+    if constexpr (D > 2) {                                    \
+      QRUN_TILE_LOAD(6, x + 2 * chunk, D * chunk);            \
+      QRUN_TILE_DOT(bsud, c2, 6, 7);                          \
+    }                                                         \
+    codes += chunk * kLanes;                                  \
+    x += (size_t)kRows * D * chunk;                           \
+  }                                                           \
+  QRUN_TILE_STORE(c0, sums, 64);                              \
+  if constexpr (D > 1) QRUN_TILE_STORE(c1, sums + kSums, 64); \
   if constexpr (D > 2) QRUN_TILE_STORE(c2, sums + 2 * kSums, 64);
   if constexpr (SET == 0) {
     QRUN_SET(0, 1, 2)
@@ -87,7 +87,7 @@ static void march(const int8_t* x, const float* meta, const uint8_t* codes, cons
   alignas(64) int32_t sums[2][D * kSums];
   f32x16 acc[kRows];
   QRUN_UNROLL
-  for (int r = 0; r < kRows; r++) acc[r] = load(waiting + r * kLanes);
+  for (int r = 0; r < kRows; r++) acc[r] = splat(0);
   const int chunks = group / chunk;
   const size_t x_step = (size_t)kRows * D * group, codes_step = (size_t)group * kLanes;
   dot_group<0, D>(x, codes, chunks, chunk, sums[0]);
@@ -106,7 +106,7 @@ static void march(const int8_t* x, const float* meta, const uint8_t* codes, cons
     meta += 2 * kRows;
   }
   QRUN_UNROLL
-  for (int r = 0; r < kRows; r++) store(waiting + r * kLanes, acc[r]);
+  for (int r = 0; r < kRows; r++) store(waiting + r * kLanes, load(waiting + r * kLanes) + acc[r]);
 }
 
 // Groups g0 .. g0+groups-1 of a block: codes as bytes, (group/4, 16 lanes, 4) each; scales and

@@ -34,18 +34,26 @@ void pack_block(const Matrix& m, const Source& s, uint8_t* out, int block) {
   const int dwords = m.group * m.bits / 32, item = static_cast<int>(size_of(m.scales));
   const size_t words = static_cast<size_t>(m.k) * s.bits / 32;
   uint8_t* p = out + block * m.block_bytes();
+  const uint32_t* first = s.w + static_cast<size_t>(block) * kLanes * words;
+  const bool plain = lanes == kLanes && s.bits == m.bits;
   if (lanes < kLanes) std::memset(p, 0, m.block_bytes());
+  if (plain)  // written line by line: 16 streams are read, one is written
+    for (int g = 0; g < groups; g++) {
+      uint32_t* codes = reinterpret_cast<uint32_t*>(p + g * m.group_bytes());
+      for (int i = 0; i < dwords; i++)
+        for (int lane = 0; lane < kLanes; lane++) *codes++ = first[lane * words + g * dwords + i];
+    }
   for (int lane = 0; lane < lanes; lane++) {
     const size_t row = static_cast<size_t>(block) * kLanes + lane;
-    const uint32_t* w = s.w + row * words;
+    const uint32_t* w = first + lane * words;
     for (int g = 0; g < groups; g++) {
       uint8_t* q = p + g * m.group_bytes();
       uint32_t* codes = reinterpret_cast<uint32_t*>(q) + lane;
-      if (s.bits == m.bits)
-        for (int i = 0; i < dwords; i++) codes[i * kLanes] = w[g * dwords + i];
-      else
+      if (!plain)
         for (int i = 0; i < dwords; i++)
-          codes[i * kLanes] = widened(w, g * m.group + i * 32 / m.bits, s.bits, m.bits);
+          codes[i * kLanes] = s.bits == m.bits
+                                  ? w[g * dwords + i]
+                                  : widened(w, g * m.group + i * 32 / m.bits, s.bits, m.bits);
       uint8_t* scales = q + m.codes_bytes() + lane * item;
       if (m.fp4) {
         // value = scale/2 * (code number) - 6*scale; both factors are exact in float32
@@ -74,10 +82,10 @@ class Pack : public CpuPrimitive {
     Source s{reinterpret_cast<const uint32_t*>(dense(in[0], stream())), dense(in[1], stream()),
              in.size() > 2 ? dense(in[2], stream()) : nullptr, bits_};
     enqueue(stream(), [m = m_, s, to = allocate<uint8_t>(out[0])] {
-          parallel(m.blocks(), std::max(1, m.blocks() / (8 * threads())), [&](int b0, int b1) {
-            for (int b = b0; b < b1; b++) pack_block(m, s, to, b);
-          });
-        });
+      parallel(m.blocks(), std::max(1, m.blocks() / (8 * threads())), [&](int b0, int b1) {
+        for (int b = b0; b < b1; b++) pack_block(m, s, to, b);
+      });
+    });
   }
 
  private:
@@ -115,8 +123,8 @@ mx::array pack(const mx::array& w, const mx::array& scales, const std::optional<
   const Type type = fp4 ? Type::f32 : type_of(scales.dtype(), "pack", "scales");
   const Matrix m{nullptr, n, k, bits <= 4 ? 4 : 8, group, type, fp4};
   const size_t bytes = m.block_bytes() * m.blocks();
-  require(bytes < (size_t{1} << 31), "pack: the matrix needs " + std::to_string(bytes) +
-                                         " bytes, MLX's axes end at 2^31");
+  require(bytes < (size_t{1} << 31),
+          "pack: the matrix needs " + std::to_string(bytes) + " bytes, MLX's axes end at 2^31");
   return mx::array({static_cast<int>(bytes)}, mx::uint8,
                    std::make_shared<Pack>(cpu_stream(), m, bits), std::move(inputs));
 }

@@ -14,30 +14,37 @@ Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits
   require(mode == "affine" || mode == "mxfp4", at + "mode \"" + mode + "\" has no CPU kernel");
   require(bits >= 2 && bits <= 8 && bits != 7, at + "bits must be 2, 3, 4, 5, 6 or 8");
   require(group == 32 || group == 64 || group == 128, at + "group_size must be 32, 64 or 128");
-  require(k % group == 0, at + "k = " + std::to_string(k) + " is not a multiple of group_size = " +
-                              std::to_string(group));
+  require(k % group == 0, at + "k = " + std::to_string(k) +
+                              " is not a multiple of group_size = " + std::to_string(group));
   Matrix m{nullptr, n, k, bits <= 4 ? 4 : 8, group, scales, mode == "mxfp4"};
   const size_t bytes = m.block_bytes() * m.blocks();
   require(packed.dtype() == mx::uint8 && packed.ndim() == 1 && packed.size() == bytes,
-          at + "packed has shape " + text(packed.shape()) + ", expected (" +
-              std::to_string(bytes) + ",) uint8, the result of pack() for n = " +
-              std::to_string(n) + ", k = " + std::to_string(k));
+          at + "packed has shape " + text(packed.shape()) + ", expected (" + std::to_string(bytes) +
+              ",) uint8, the result of pack() for n = " + std::to_string(n) +
+              ", k = " + std::to_string(k));
   return m;
 }
 
 namespace {
 
 constexpr size_t kAlikeRows = 16;  // up to here any number of rows gives a row the same bits
-constexpr int kUnitFrom = 9;  // rows of x from which a matrix unit, where there is one, pays
-constexpr size_t kShareBytes = 64 << 10;  // packed bytes worth handing to another thread
+constexpr int kUnitFrom = 9;       // rows of x from which a matrix unit, where there is one, pays
+constexpr size_t kShareBytes = 64 << 10;   // packed bytes worth handing to another thread
 constexpr size_t kPanelBytes = 768 << 10;  // digits of x that stay in L2 while blocks of w pass
 
 class Product : public CpuPrimitive {
  public:
   Product(mx::Stream s, const char* name, Matrix w, Epilogue e, float eps, int digits, bool norm,
           bool bias, bool residual)
-      : CpuPrimitive(s), name_(name), w_(w), e_(e), eps_(eps), digits_(digits), norm_(norm),
-        bias_(bias), residual_(residual) {}
+      : CpuPrimitive(s),
+        name_(name),
+        w_(w),
+        e_(e),
+        eps_(eps),
+        digits_(digits),
+        norm_(norm),
+        bias_(bias),
+        residual_(residual) {}
 
   const char* name() const override { return name_; }
 
@@ -46,7 +53,8 @@ class Product : public CpuPrimitive {
     auto take = [&](bool there) { return there ? dense(in[next++], stream()) : nullptr; };
     Matrix w = w_;
     w.data = reinterpret_cast<const uint8_t*>(dense(in[1], stream()));
-    Prologue p{dense(in[0], stream()), type_of(in[0].dtype(), name_, "x"), nullptr, Type::f32, eps_};
+    Prologue p{dense(in[0], stream()), type_of(in[0].dtype(), name_, "x"), nullptr, Type::f32,
+               eps_};
     if (norm_) p.norm_type = type_of(in[next].dtype(), name_, "norm_weight");
     p.norm = take(norm_);
     Epilogue e = e_;
@@ -112,8 +120,9 @@ class Product : public CpuPrimitive {
 mx::array product(const char* op, const mx::array& x, const mx::array& packed, int n, int k,
                   int bits, int group, const ProductOptions& o) {
   const std::string at = std::string(op) + ": ";
-  require(x.ndim() >= 1 && x.shape(-1) == k,
-          at + "x has shape " + text(x.shape()) + ", its last axis must be k = " + std::to_string(k));
+  require(
+      x.ndim() >= 1 && x.shape(-1) == k,
+      at + "x has shape " + text(x.shape()) + ", its last axis must be k = " + std::to_string(k));
   const Matrix w = matrix_of(op, packed, n, k, bits, group, o.scales, o.mode);
   Epilogue e{};
   e.type = type_of(x.dtype(), op, "x");
@@ -124,7 +133,8 @@ mx::array product(const char* op, const mx::array& x, const mx::array& packed, i
                  : o.activation == "swiglu" ? Activation::swiglu
                                             : Activation::geglu;
   const bool gated = e.activation != Activation::none;
-  require(!gated || n % 2 == 0, at + "n = " + std::to_string(n) + " must be even for " + o.activation);
+  require(!gated || n % 2 == 0,
+          at + "n = " + std::to_string(n) + " must be even for " + o.activation);
   mx::Shape shape = x.shape();
   shape.back() = gated ? n / 2 : n;
   // float32 x keeps 24 bits. 16-bit x has at most 11 of its own: 16 lose nothing that its result
@@ -154,11 +164,11 @@ mx::array product(const char* op, const mx::array& x, const mx::array& packed, i
     type_of(o.residual->dtype(), op, "residual");
     inputs.push_back(*o.residual);
   }
-  return mx::array(std::move(shape), x.dtype(),
-                   std::make_shared<Product>(cpu_stream(), op, w, e, o.eps, digits,
-                                             o.norm.has_value(), o.bias.has_value(),
-                                             o.residual.has_value()),
-                   std::move(inputs));
+  return mx::array(
+      std::move(shape), x.dtype(),
+      std::make_shared<Product>(cpu_stream(), op, w, e, o.eps, digits, o.norm.has_value(),
+                                o.bias.has_value(), o.residual.has_value()),
+      std::move(inputs));
 }
 
 }  // namespace qrun

@@ -6,7 +6,8 @@
 //           takes four codes of every lane and the same four digits of x, and adds to 32 bits.
 //   group   whole-number sums of each digit of each row of x: exact. Then one step in float32:
 //             acc += scale * (x_scale * sum) + bias * x_sum
-//   row     acc marches over the groups of 16 rows of w, finish() writes 16 results.
+//   segment 512 k: acc starts anew, so that small steps are not added to a large sum
+//   row     the segments of 16 rows of w, added up; finish() writes 16 results.
 //   tile    MT rows of x share every load and unpacking of w; MT*D whole-number and MT float
 //           accumulators stay in registers for the whole march.
 //
@@ -28,17 +29,24 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
   const size_t scales_bytes = kLanes * size_of(w.scales);
   // A dot product takes 5 cycles and two start in each: few sums need twice the chains.
   constexpr bool two_chains = BITS == 4 && MT * D <= 6;
-  f32x16 acc[MT];
+  f32x16 acc[MT], total[MT];
   QRUN_UNROLL
-  for (int m = 0; m < MT; m++) acc[m] = splat(0);
+  for (int m = 0; m < MT; m++) acc[m] = total[m] = splat(0);
 
-  for (int g = 0; g < groups; g++) {
+  for (int g = 0, next = kSegment / w.group; g < groups; g++) {
+    if (g == next) {
+      next += kSegment / w.group;
+      QRUN_UNROLL
+      for (int m = 0; m < MT; m++) {
+        total[m] = total[m] + acc[m];
+        acc[m] = splat(0);
+      }
+    }
     i32x16 s[MT][D], s2[MT][D];
     auto& odd_sums = two_chains ? s2 : s;
     QRUN_UNROLL
-    for (int m = 0; m < MT; m++)
-      QRUN_UNROLL
-      for (int d = 0; d < D; d++) s[m][d] = s2[m][d] = splat_i(0);
+    for (int m = 0; m < MT; m++) QRUN_UNROLL
+    for (int d = 0; d < D; d++) s[m][d] = s2[m][d] = splat_i(0);
 
     for (int c = 0; c < chunks; c++) {
       QRUN_UNROLL
@@ -47,10 +55,9 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
         i32x16 codes = load_i(p + i * 64);
         if constexpr (BITS == 8) {
           QRUN_UNROLL
-          for (int m = 0; m < MT; m++)
-            QRUN_UNROLL
-            for (int d = 0; d < D; d++)
-              s[m][d] = dot_byte(s[m][d], codes, x + (m * D + d) * kChunk + i * 4);
+          for (int m = 0; m < MT; m++) QRUN_UNROLL
+          for (int d = 0; d < D; d++)
+            s[m][d] = dot_byte(s[m][d], codes, x + (m * D + d) * kChunk + i * 4);
         } else {
           const i32x16 mask = splat_i(0x0f0f0f0f);
           i32x16 even = codes & mask, odd = shr<4>(codes) & mask;
@@ -59,16 +66,13 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
             odd = lookup(kFp4, odd);
           }
           QRUN_UNROLL
-          for (int m = 0; m < MT; m++)
-            QRUN_UNROLL
-            for (int d = 0; d < D; d++)
-              s[m][d] = dot_small(s[m][d], even, x + (m * D + d) * kChunk + i * 8);
+          for (int m = 0; m < MT; m++) QRUN_UNROLL
+          for (int d = 0; d < D; d++)
+            s[m][d] = dot_small(s[m][d], even, x + (m * D + d) * kChunk + i * 8);
           QRUN_UNROLL
-          for (int m = 0; m < MT; m++)
-            QRUN_UNROLL
-            for (int d = 0; d < D; d++)
-              odd_sums[m][d] =
-                  dot_small(odd_sums[m][d], odd, x + (m * D + d) * kChunk + i * 8 + 4);
+          for (int m = 0; m < MT; m++) QRUN_UNROLL
+          for (int d = 0; d < D; d++)
+            odd_sums[m][d] = dot_small(odd_sums[m][d], odd, x + (m * D + d) * kChunk + i * 8 + 4);
         }
       }
       p += BITS * 64;
@@ -79,9 +83,8 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
     p += 2 * scales_bytes;
     QRUN_UNROLL
     for (int m = 0; m < MT; m++) {
-      if constexpr (two_chains)
-        QRUN_UNROLL
-        for (int d = 0; d < D; d++) s[m][d] = s[m][d] + s2[m][d];
+      if constexpr (two_chains) QRUN_UNROLL
+      for (int d = 0; d < D; d++) s[m][d] = s[m][d] + s2[m][d];
       acc[m] = fma(scale, join<D>(s[m]) * splat(meta[m]), acc[m]);
       acc[m] = fma(bias, splat(meta[MT + m]), acc[m]);
     }
@@ -90,7 +93,7 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
   QRUN_UNROLL
   for (int m = 0; m < MT; m++) {
     const int row = t * digits.tile + m;
-    if (row < digits.m) finish(e, w.n, block, row, acc[m]);
+    if (row < digits.m) finish(e, w.n, block, row, total[m] + acc[m]);
   }
 }
 

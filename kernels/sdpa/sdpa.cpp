@@ -24,9 +24,7 @@ static inline f32x16 load_as(const void* base, size_t i) {
   return load_bf16((const uint16_t*)base + i);
 }
 
-static inline f32x16 tanh(f32x16 x) {
-  return splat(1) - splat(2) / (exp(x * splat(2)) + splat(1));
-}
+static inline f32x16 tanh(f32x16 x) { return splat(1) - splat(2) / (exp(x * splat(2)) + splat(1)); }
 
 // One softmax over some keys: m, l and o of R rows. D numbers in o are padded to 16.
 struct State {
@@ -61,9 +59,9 @@ static void merge(float& m, float& l, float* o, float part_m, float part_l, cons
 }
 
 struct Tile {
-  const float* q;  // (D, height), scaled
-  const char *k, *v;  // (capacity, D) of this kv head
-  const float* turned;  // (capacity/16, D, 16) of this kv head, or null
+  const float* q;          // (D, height), scaled
+  const char *k, *v;       // (capacity, D) of this kv head
+  const float* turned;     // (capacity/16, D, 16) of this kv head, or null
   int position[kMaxRows];  // of each row
   int rows;
 };
@@ -94,7 +92,9 @@ static inline void turn(const char* k, int D, int j, int n, float* turned) {
 // Few rows alone would wait for each multiply-add: they take several vectors of keys, or of v, at
 // a time, so that 8 to 16 sums are under way.
 template <int R>
-constexpr int kWide = R <= 4 ? 4 : R <= 8 ? 2 : 1;
+constexpr int kWide = R <= 4   ? 4
+                      : R <= 8 ? 2
+                               : 1;
 
 // o[r] (D) += sum over n keys of p[r][j] * v[j] (D), for columns i .. i + 16*W.
 template <int R, int W, Type T>
@@ -102,9 +102,8 @@ static inline void weigh(const float (&p)[R][kBlock], const char* v, int D, int 
                          float (*sum)[kMaxHead]) {
   f32x16 o[R][W];
   QRUN_UNROLL
-  for (int r = 0; r < R; r++)
-    QRUN_UNROLL
-    for (int w = 0; w < W; w++) o[r][w] = load(sum[r] + i + w * 16);
+  for (int r = 0; r < R; r++) QRUN_UNROLL
+  for (int w = 0; w < W; w++) o[r][w] = load(sum[r] + i + w * 16);
   for (int j = 0; j < n; j++) {
     const size_t e = (size_t)(j0 + j) * D + i;
     f32x16 x[W];
@@ -112,14 +111,12 @@ static inline void weigh(const float (&p)[R][kBlock], const char* v, int D, int 
     for (int w = 0; w < W; w++)
       x[w] = i + w * 16 + 16 <= D ? load_as<T>(v, e + w * 16) : load_first(at(v, T, e), T, D - i);
     QRUN_UNROLL
-    for (int r = 0; r < R; r++)
-      QRUN_UNROLL
-      for (int w = 0; w < W; w++) o[r][w] = fma(splat(p[r][j]), x[w], o[r][w]);
+    for (int r = 0; r < R; r++) QRUN_UNROLL
+    for (int w = 0; w < W; w++) o[r][w] = fma(splat(p[r][j]), x[w], o[r][w]);
   }
   QRUN_UNROLL
-  for (int r = 0; r < R; r++)
-    QRUN_UNROLL
-    for (int w = 0; w < W; w++) store(sum[r] + i + w * 16, o[r][w]);
+  for (int r = 0; r < R; r++) QRUN_UNROLL
+  for (int w = 0; w < W; w++) store(sum[r] + i + w * 16, o[r][w]);
 }
 
 // Scores of keys j0 .. j0+n-1, n <= 64, then the online softmax step.
@@ -136,22 +133,19 @@ static void block(const Sdpa& a, const Tile& t, int j0, int n, State& s) {
   for (int j = 0; j < kBlock; j += 16 * W) {
     f32x16 score[R][W];
     QRUN_UNROLL
-    for (int r = 0; r < R; r++)
-      QRUN_UNROLL
-      for (int w = 0; w < W; w++) score[r][w] = splat(0);
+    for (int r = 0; r < R; r++) QRUN_UNROLL
+    for (int w = 0; w < W; w++) score[r][w] = splat(0);
     for (int d = 0; d < D; d++) {
       f32x16 k[W];
       QRUN_UNROLL
       for (int w = 0; w < W; w++) k[w] = load(turned + (size_t)(j + w * 16) * D + d * 16);
       QRUN_UNROLL
-      for (int r = 0; r < R; r++)
-        QRUN_UNROLL
-        for (int w = 0; w < W; w++) score[r][w] = fma(splat(t.q[d * R + r]), k[w], score[r][w]);
+      for (int r = 0; r < R; r++) QRUN_UNROLL
+      for (int w = 0; w < W; w++) score[r][w] = fma(splat(t.q[d * R + r]), k[w], score[r][w]);
     }
     QRUN_UNROLL
-    for (int r = 0; r < R; r++)
-      QRUN_UNROLL
-      for (int w = 0; w < W; w++) store(p[r] + j + w * 16, score[r][w]);
+    for (int r = 0; r < R; r++) QRUN_UNROLL
+    for (int w = 0; w < W; w++) store(p[r] + j + w * 16, score[r][w]);
   }
   alignas(64) float top[16] = {}, keep[16] = {};
   for (int r = 0; r < R; r++) {
