@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from qrun.ops import _metal_geometry as geometry
 from qrun.ops import _metal_tune as tune
 from tests.ops import metal_support as support
 
@@ -185,7 +186,8 @@ def test_a_damaged_file_is_an_empty_one(tmp_path: Path) -> None:
     assert tune.Choices.load(path, OWNER).best == {"shape": "mlx"}
 
 
-def test_without_timings_the_table_decides() -> None:
+def test_without_timings_the_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geometry, "here", lambda: geometry.FAMILIES["M3"])
     for shape in shapes():
         named = tune.candidates(shape.rows, shape.m, 2)
         first = next(iter(named))
@@ -199,6 +201,15 @@ def test_without_timings_the_table_decides() -> None:
         assert (
             tune.chosen(shape, tune.Choices(Path(), OWNER, {shape.key: "mlx"})) is tune.mlx_product
         )
+
+
+def test_unmeasured_matrix_units_are_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simdgroup matrices do not reach the M5's matrix units; MLX's own products do."""
+    one, many = shapes()
+    for chip, expected in (("M4", False), ("M5", True)):
+        monkeypatch.setattr(geometry, "here", lambda chip=chip: geometry.FAMILIES[chip])
+        assert tune.chosen(one, None) is not tune.mlx_product
+        assert (tune.chosen(many, None) is tune.mlx_product) == expected
 
 
 def test_mlx_product_is_the_contract() -> None:

@@ -26,7 +26,7 @@ struct Qmm {
   using Grid = BlockMMA<T, float, BM, BN, BK, WM, WN, X::LD, W::LD, BY_ROWS>;
   CONST TILES = STAGES * (X::BYTES + W::BYTES) / 16;  // threadgroup memory, in uint4
 
-  // tile: this threadgroup's place in y, (column of BN, row of BM) as (y, x) of the launch.
+  // tile: this threadgroup's place in y, counted in tiles: x down its rows, y along its columns.
   template <typename E>
   METAL_FUNC static void run(const device T* x, Scheme w, E epilogue, int M, int N, int K,
                              threadgroup uint4* tiles, uint3 tile, uint simdgroup, uint lane) {

@@ -14,7 +14,7 @@
 // * Weights are masked, not shifted down; x is divided by those powers of two instead, once for
 //   all rows. With q the sum over a group is  scale * (x . q) + bias * sum(x):  a run lies inside
 //   one group, so its share of sum(x) serves all rows.
-// * K is a multiple of 32 and RUN divides 32, so a lane's run is inside or outside as a whole:
+// * RUN divides the group size and that divides K, so a lane's run is inside or outside as a whole:
 //   the march needs no checks but its own end. Rows past N take a second copy of the march.
 // * SPLIT simdgroups share the ROWS rows, each with its part of K, where N is too short to fill
 //   the machine. Their sums meet in threadgroup memory.
@@ -32,8 +32,8 @@ struct Qmv {
   CONST PIECE = 8;  // elements of x held at a time: M * PIECE registers
   CONST SUMS = ROWS * M;
   CONST SHARED = SPLIT == 1 ? 1 : SIMDGROUPS * (SUMS + M);  // floats of threadgroup memory
-  static_assert(32 % RUN == 0 && RUN % PIECE == 0, "a run is inside or outside as a whole");
   static_assert(RUN % Scheme::PACK == 0 && Scheme::GROUP % RUN == 0, "whole words of one group");
+  static_assert(RUN % PIECE == 0, "whole pieces");
   static_assert(ROWS % 2 == 0 && SIMDGROUPS % SPLIT == 0, "pairs of rows, whole splits");
 
   float sum[ROWS][M];  // x . w

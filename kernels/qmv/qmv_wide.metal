@@ -28,8 +28,8 @@ struct QmvWide {
   CONST PIECE = 8;  // elements of x held at a time
   CONST SUMS = TM * TN * 2 + TM;
   CONST SHARED = SPLIT == 1 ? 1 : SIMDGROUPS * SUMS * 32;  // floats of threadgroup memory
-  static_assert(32 % RUN == 0 && RUN % PIECE == 0, "a run is inside or outside as a whole");
   static_assert(RUN % Scheme::PACK == 0 && Scheme::GROUP % RUN == 0, "whole words of one group");
+  static_assert(RUN % PIECE == 0, "whole pieces");
 
   float2 sum[TM][TN];
   float squares[TM];  // x . x of this lane's runs

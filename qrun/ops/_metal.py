@@ -27,10 +27,14 @@ from qrun.ops._metal_rows import (
 DECODE_TOKENS = 8  # new tokens up to which keys are read a query chunk at a time
 
 
+# MLX hands a kernel its arrays of fewer than 8 elements in another address space. With 16 rows of w,
+# every array beside w has 8, pairs or not: fewer are filled up with zeros, and y is cut again.
+ROWS = 16
+
+
 @dataclass(frozen=True)
-class _Rows8:
-    """A packed matrix of fewer than 8 rows, filled up with zeros: MLX would hand the kernel its
-    arrays of fewer than 8 elements in another address space."""
+class _Filled:
+    """A packed matrix filled up to ROWS."""
 
     w: mx.array
     scales: mx.array
@@ -38,26 +42,34 @@ class _Rows8:
     bits: int
     group_size: int
     mode: str
-    n: int
     k: int
+    n: int = ROWS
 
 
-def _at_least_8(m: Packed, behind: Behind) -> tuple[Packed, Behind]:
-    if m.n >= 8:
-        return m, behind
-    more = 8 - m.n
+def _down(a: mx.array) -> mx.array:
+    """a (N, ...) with zeros down to ROWS."""
+    return mx.pad(a, [(0, ROWS - a.shape[0])] + [(0, 0)] * (a.ndim - 1))
 
-    def down(a: mx.array) -> mx.array:
-        return mx.pad(a, [(0, more)] + [(0, 0)] * (a.ndim - 1))
 
-    biases = None if m.biases is None else down(m.biases)
-    residual = behind.residual
+def _fill(m: Packed) -> Packed:
+    if m.n >= ROWS:
+        return m
+    biases = None if m.biases is None else _down(m.biases)
+    return _Filled(_down(m.w), _down(m.scales), biases, m.bits, m.group_size, m.mode, m.k)
+
+
+def _fill_behind(behind: Behind, n: int) -> Behind:
+    if n >= ROWS:
+        return behind
+    bias, residual = behind.bias, behind.residual
     if residual is not None:
-        residual = mx.pad(residual, [(0, 0), (0, behind.columns(8) - behind.columns(m.n))])
-    return (
-        _Rows8(down(m.w), down(m.scales), biases, m.bits, m.group_size, m.mode, 8, m.k),
-        replace(behind, bias=None if behind.bias is None else down(behind.bias), residual=residual),
-    )
+        more = behind.columns(ROWS) - behind.columns(n)
+        residual = mx.pad(residual, [(0, 0), (0, more)])
+    return replace(behind, bias=None if bias is None else _down(bias), residual=residual)
+
+
+def _cut(y: mx.array, behind: Behind, n: int) -> mx.array:
+    return y if n >= ROWS else y[:, : behind.columns(n)]
 
 
 Norm = tuple[mx.array, float]  # weight (K,), eps
@@ -77,9 +89,8 @@ def qmv(
 ) -> mx.array:
     """y (M, N) = activation(rms_norm(x) @ w.T * scale + bias) + residual, M <= 16."""
     behind = Behind(bias, residual, activation, scale)
-    full, full_behind = _at_least_8(m, behind)
-    (y,) = run(qmv_call(x, full, full_behind, norm, shape))
-    return y if full is m else y[:, : behind.columns(m.n)]
+    (y,) = run(qmv_call(x, _fill(m), _fill_behind(behind, m.n), norm, shape))
+    return _cut(y, behind, m.n)
 
 
 def qmm(
@@ -98,9 +109,8 @@ def qmm(
     if norm is not None:
         x = rms_norm(x, *norm, run=run)
     behind = Behind(bias, residual, activation, scale)
-    full, full_behind = _at_least_8(m, behind)
-    (y,) = run(qmm_call(x, full, full_behind, tile))
-    return y if full is m else y[:, : behind.columns(m.n)]
+    (y,) = run(qmm_call(x, _fill(m), _fill_behind(behind, m.n), tile))
+    return _cut(y, behind, m.n)
 
 
 def gemm(
@@ -115,8 +125,10 @@ def gemm(
     run: Run = launch,
 ) -> mx.array:
     """As qmm, for w (N, K) that is not packed."""
-    (y,) = run(gemm_call(x, w, Behind(bias, residual, activation, scale), tile))
-    return y
+    behind, n = Behind(bias, residual, activation, scale), w.shape[0]
+    filled = w if n >= ROWS else _down(w)
+    (y,) = run(gemm_call(x, filled, _fill_behind(behind, n), tile))
+    return _cut(y, behind, n)
 
 
 def sdpa(

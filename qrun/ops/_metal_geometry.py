@@ -1,8 +1,8 @@
 """Tile sizes of the Metal kernels, per chip family: what is used where nothing has been timed.
 
-No entry has met its chip yet: each is reasoned from registers (128 of 32 bits a thread at full
-occupancy), threadgroup memory (32 KiB a threadgroup) and fragment loads per multiply, as
-kernels/qmm/README.md counts them. `_metal_tune` times the neighbours of an entry and wins over it.
+No entry has met its chip yet: each is reasoned from registers (128 of 32 bits a thread at most),
+threadgroup memory (32 KiB a threadgroup) and fragment loads per multiply, as kernels/qmm/README.md
+counts them. `_metal_tune` times the neighbours of an entry, and its choice wins.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """How qmv spreads a product over lanes: one to three rows of x."""
+    """How qmv spreads a product over lanes: one or two rows of x."""
 
     rows: int  # of w that a simdgroup serves together
     run: int  # weights a lane takes at a time
@@ -75,12 +75,13 @@ class Family:
     wide: Tile  # M > 32, 16-bit x
     wide_float: Tile  # M > 32, float32 x
     simdgroups: int  # that must be in flight to keep memory busy: qmv splits K to reach it
+    matrix_units: bool = False  # MLX's own products reach them, simdgroup matrices do not
 
 
 FAMILIES = {
-    # Registers are handed out for the whole kernel: 4x4 (about 90 a thread) leaves room for 10
-    # simdgroups a core, enough to cover a barrier with another threadgroup's work, so one pair of
-    # tiles does. float32 x doubles the bytes of its tile: 4x2 keeps two threadgroups a core.
+    # Registers are handed out for the whole kernel: 4x4 (ranked 86) leaves room for several
+    # threadgroups a core, so another one's work covers a barrier and one pair of tiles does.
+    # With float32 x, 4x4 ranks at 106 and takes 18 KiB: 4x2 (84, 14 KiB) keeps more of them.
     "M1": Family(LADDER["4x4"], LADDER["4x2"], 1024),
     # As M1 with more cores and bandwidth.
     "M2": Family(LADDER["4x4"], LADDER["4x2"], 1536),
@@ -89,8 +90,8 @@ FAMILIES = {
     "M3": Family(LADDER["4x4"], LADDER["4x4"], 1536),
     "M4": Family(LADDER["4x4"], LADDER["4x4"], 1536),
     # Published on an M5 Max: double-buffered is 3x faster at 1024 squared, equal from 4096. The
-    # float32 pair of tiles does not fit 32 KiB twice.
-    "M5": Family(LADDER["4x4 double"], LADDER["4x4"], 2048),
+    # float32 pair of tiles does not fit 32 KiB twice. Unmeasured, many rows go to MLX here.
+    "M5": Family(LADDER["4x4 double"], LADDER["4x4"], 2048, matrix_units=True),
 }
 
 

@@ -97,8 +97,9 @@ def candidates(rows: int, m: Packed, x_bytes: int) -> dict[str, Product]:
     if rows > 32:
         for tile in geometry.LADDER.values():
             add_qmm(tile)
-    found["mlx"] = mlx_product
-    return found
+    if chip.matrix_units and rows > geometry.MAX_ROWS:
+        return {"mlx": mlx_product} | found
+    return found | {"mlx": mlx_product}
 
 
 def cache_file() -> Path:

@@ -43,6 +43,20 @@ def test_odd_shapes(shape: tuple[int, int, int], by_rows: bool) -> None:
         support.assert_bounded(y, support.numbers(x) @ values.T, x @ (w.T if by_rows else w))
 
 
+def test_few_rows_with_everything() -> None:
+    rng = np.random.default_rng(4)
+    x, w = support.normal(rng, (1, 20), mx.float32), support.normal(rng, (6, 20), mx.float32)
+    bias, residual = support.normal(rng, (6,), mx.float32), support.normal(rng, (1, 3), mx.float32)
+    y = _metal.gemm(x, w, bias=bias, residual=residual, activation="geglu", run=run)
+    reference = support.behind64(
+        support.numbers(x) @ support.numbers(w).T,
+        bias=support.numbers(bias),
+        residual=support.numbers(residual),
+        activation="geglu",
+    )
+    np.testing.assert_allclose(support.numbers(y), reference, atol=1e-4)
+
+
 def test_epilogue() -> None:
     rng = np.random.default_rng(3)
     x, w = support.normal(rng, (20, 64), mx.float32), support.normal(rng, (26, 64), mx.float32)

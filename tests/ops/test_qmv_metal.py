@@ -152,12 +152,13 @@ def test_epilogues(activation: str | None, terms: str, shape: Rows | Wide) -> No
     assert error <= support.ulp(np.abs(reference).max(), mx.float16)
 
 
-def test_fewer_than_8_rows_with_everything() -> None:
-    """N = 6 is filled up to 8 and cut again: bias, residual and pairs follow."""
+@pytest.mark.parametrize("n", [2, 6, 8, 14, 16])
+def test_few_rows_with_everything(n: int) -> None:
+    """N < 16 is filled up and cut again: bias, residual and pairs follow."""
     rng = np.random.default_rng(8)
-    m = support.matrix(6, 64)
-    x, bias = support.normal(rng, (2, 64), mx.float32), support.normal(rng, (6,), mx.float32)
-    residual = support.normal(rng, (2, 3), mx.float32)
+    m = support.matrix(n, 64)
+    x, bias = support.normal(rng, (1, 64), mx.float32), support.normal(rng, (n,), mx.float32)
+    residual = support.normal(rng, (1, n // 2), mx.float32)
     y = _metal.qmv(x, m, bias=bias, residual=residual, activation="swiglu", run=run)
     reference = support.behind64(
         support.numbers(x) @ m.values.T,

@@ -1,7 +1,7 @@
 """What the geometry table ships stays below the cliff, as another GPU's compiler ranks it.
 
-A thread of an Apple GPU has 128 registers of 32 bits at full occupancy. gfx11's counts are not
-Apple's; but a kernel that needs more than 128 there is none to choose unmeasured.
+A thread of an Apple GPU has 128 registers of 32 bits at most. gfx11's counts are not Apple's; but a
+kernel that needs more than 128 there is none to choose unmeasured.
 """
 
 from __future__ import annotations
