@@ -228,7 +228,7 @@ def many():
         for _ in range(200): work()
 ts = [threading.Thread(target=many) for _ in range(4)]
 [t.start() for t in ts]; [t.join() for t in ts]; print('end', flush=True)
-import os; os._exit(0)  # MLX 0.32.4 alone aborts now and then when such streams end with the process
+import os; os._exit(0)  # MLX 0.32.4 alone aborts now and then when such streams end
 """
     )
     run = python(code, QRUN_NUM_THREADS="4")
