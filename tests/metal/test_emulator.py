@@ -364,7 +364,7 @@ def test_registers_rank_accumulator_grids() -> None:
             template=[("T", tile)],
         )  # fmt: skip
     assert found[2].vector < found[4].vector < found[8].vector
-    assert found[4].vector < 128 < found[8].vector  # 128: what a thread has on Apple
+    assert found[4].vector < 128 < found[8].vector  # what a lane of an Apple GPU has
 
 
 def test_findings_name_the_file_that_a_line_directive_gives() -> None:
