@@ -159,6 +159,17 @@ def test_the_budget_holds_and_the_next_load_goes_on(tmp_path: Path, all_jobs: Cl
     assert len(choices.best) == 2
 
 
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, all_jobs: Clock) -> None:
+    (tmp_path / "file").write_text("")
+    said: list[str] = []
+    choices = tune.Choices(tmp_path / "file" / "metal.json", OWNER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "_read", lambda path: {})
+        tune.tune(shapes(), choices, clock=all_jobs, evaluate=all_jobs.evaluate, say=said.append)
+    assert len(choices.best) == 2
+    assert said[-1].startswith("tuning is not kept: ")
+
+
 def test_devices_and_versions_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "metal.json"
     for owner in ("Apple M1, 1", "Apple M1, 2"):

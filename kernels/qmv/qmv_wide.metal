@@ -1,4 +1,5 @@
-// qmv for M = 3 .. 16: y (M, N) = x (M, K) @ w.T by 8x8 fragments, w dequantized straight into them.
+// qmv for M = 3 .. 16: y (M, N) = x (M, K) @ w.T by 8x8 fragments, w dequantized straight into
+// them.
 //
 // With more than a few rows of x the sums of qmv.metal outgrow the registers. Here a simdgroup
 // multiplies fragments of x (8 rows) by fragments of w.T, and no threadgroup memory is needed,
@@ -103,8 +104,8 @@ struct QmvWide {
 
   // PIECE elements of row m of x from k on, times the norm's weight.
   template <typename G>
-  METAL_FUNC void load_x(const device T* x, const device G* norm, int t, int m, int k, int M,
-                         int K, thread float (&xs)[PIECE]) thread {
+  METAL_FUNC void load_x(const device T* x, const device G* norm, int t, int m, int k, int M, int K,
+                         thread float (&xs)[PIECE]) thread {
     UNROLL
     for (int i = 0; i < PIECE; i++) {
       xs[i] = 0;

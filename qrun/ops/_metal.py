@@ -27,8 +27,8 @@ from qrun.ops._metal_rows import (
 DECODE_TOKENS = 8  # new tokens up to which keys are read a query chunk at a time
 
 
-# MLX hands a kernel its arrays of fewer than 8 elements in another address space. With 16 rows of
-# w every array beside w has 8, pairs or not: fewer are filled up with zeros, and y is cut again.
+# MLX hands a kernel arrays of fewer than 8 elements in another address space. With 16 rows of w,
+# every array beside w has 8, pairs or not: fewer are filled up with zeros, and y is cut again.
 ROWS = 16
 
 

@@ -255,7 +255,10 @@ def tune(
         choices.best[name] = winner
         say(f"tuning {number}/{len(open_shapes)}: {name}: {winner}")
     if open_shapes:
-        choices.save()
+        try:
+            choices.save()
+        except OSError as error:  # a read-only home: this run has its choices all the same
+            say(f"tuning is not kept: {error}")
 
 
 def chosen(shape: Shape, choices: Choices | None) -> Product:
