@@ -44,7 +44,9 @@ def test_activations_far_out(isa: str) -> None:
     x = mx.array([[-1000.0, 2, -100, 2, -0.0, 2, 100, 2, 1e30, 1, np.nan, 1]])
     np.testing.assert_array_equal(np.array(ext.swiglu(x))[0, [0, 2, 3]], [0, 0, 200])
     y = np.array(ext.swiglu(x))[0]
-    assert abs(y[1]) < 1e-30 and y[4] == np.float32(1e30) and np.isnan(y[5])
+    assert abs(y[1]) < 1e-30
+    assert y[4] == np.float32(1e30)
+    assert np.isnan(y[5])
 
 
 def test_argmax(isa: str) -> None:
@@ -95,7 +97,8 @@ def test_sdpa(isa: str, case: tuple, q_dtype: str, kv_dtype: str) -> None:
     options = {"scale": d**-0.5, "window": window, "softcap": softcap}
     got = ext.sdpa(q, k_dirty, v_dirty, offset(at), **options)
     want = ref.sdpa(ref.f64(q), ref.f64(k), ref.f64(v), at, **options)
-    assert got.dtype == q.dtype and got.shape == want.shape
+    assert got.dtype == q.dtype
+    assert got.shape == want.shape
     error = np.abs(ref.f64(got) - want).max()
     assert error <= ref.ulp(float(np.abs(want).max()), q_dtype) + 2e-6
 
@@ -180,7 +183,8 @@ def test_embedding_outside_the_matrix_is_nan_and_nothing_is_read() -> None:
     packed = ext.guarded(ext.pack(matrix.w, matrix.scales, matrix.biases, 4, 32))
     ids = mx.array([0, 5, 1 << 30, -1], dtype=mx.int32)
     y = np.array(ext.embedding(ids, packed, 5, 32, 4, 32, mx.float16, mx.float32))
-    assert np.isfinite(y[[0, 3]]).all() and np.isnan(y[[1, 2]]).all()
+    assert np.isfinite(y[[0, 3]]).all()
+    assert np.isnan(y[[1, 2]]).all()
     np.testing.assert_array_equal(y[3], matrix.dense32[4])
 
 
@@ -195,7 +199,8 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_threads_follow_affinity_and_environment() -> None:
     assert python("print(e.threads())", QRUN_NUM_THREADS="3").stdout.strip() == "3"
     bad = python("e.threads()", QRUN_NUM_THREADS="many")
-    assert bad.returncode != 0 and "QRUN_NUM_THREADS=many" in bad.stderr
+    assert bad.returncode != 0
+    assert "QRUN_NUM_THREADS=many" in bad.stderr
     pinned = (
         "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); print(e.threads())"
     )
@@ -215,7 +220,7 @@ def test_the_process_ends_with_threads_asleep_or_awake() -> None:
         run = python(
             WORK + f"import time; work(); time.sleep({pause}); print('end')", QRUN_NUM_THREADS="4"
         )
-        assert run.returncode == 0 and run.stdout.strip() == "end", run.stderr
+        assert (run.returncode, run.stdout.strip()) == (0, "end"), run.stderr
 
 
 def test_a_busy_pool_serves_several_streams() -> None:
@@ -232,4 +237,4 @@ import os; os._exit(0)  # MLX 0.32.4 alone aborts now and then when such streams
 """
     )
     run = python(code, QRUN_NUM_THREADS="4")
-    assert run.returncode == 0 and run.stdout.strip() == "end", run.stderr
+    assert (run.returncode, run.stdout.strip()) == (0, "end"), run.stderr

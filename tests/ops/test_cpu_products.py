@@ -101,8 +101,10 @@ def random(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> mx.
 
 
 def test_every_row_count_and_width_is_covered() -> None:
-    assert {c[0] for c in CASES} == set(ROWS) and {c[1] for c in CASES} == set(WIDTHS)
-    assert {c[2] for c in CASES} == set(DEPTHS) and {c[4] for c in CASES} == set(GROUPS)
+    assert {c[0] for c in CASES} == set(ROWS)
+    assert {c[1] for c in CASES} == set(WIDTHS)
+    assert {c[2] for c in CASES} == set(DEPTHS)
+    assert {c[4] for c in CASES} == set(GROUPS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -117,7 +119,8 @@ def test_accumulation(isa: str, case: tuple) -> None:
     plain = ref.round_to(plain.astype(np.float64), x_dtype)
     packed = pack(matrix)
     got = product(x, matrix, packed)
-    assert got.dtype == x.dtype and got.shape == (m, n)
+    assert got.dtype == x.dtype
+    assert got.shape == (m, n)
     ref.assert_accumulates(got, want, plain, x_dtype)
     ref.assert_accumulates(product(x, matrix, packed, activations="exact"), want, plain, x_dtype)
     # One digit a group of x: half a step of 1/127 of its maximum, at random, on every element.
@@ -229,7 +232,8 @@ def test_non_finite_numbers_come_through(isa: str, rows: int, bad: float) -> Non
     x = np.array(random(rng, rows, 64))
     x[0, 40] = bad
     y = np.array(product(mx.array(x), matrix, pack(matrix)))
-    assert not np.isfinite(y[0]).any() and np.isfinite(y[1:]).all()
+    assert not np.isfinite(y[0]).any()
+    assert np.isfinite(y[1:]).all()
 
 
 def test_large_and_small_numbers(isa: str) -> None:
@@ -305,4 +309,5 @@ def test_an_unknown_instruction_set_is_an_error(name: str) -> None:
         [sys.executable, "-c", "import mlx.core, qrun._ext as e; e.isa()"],
         env={**os.environ, "QRUN_ISA": name}, capture_output=True, text=True,
     )  # fmt: skip
-    assert run.returncode != 0 and name in run.stderr
+    assert run.returncode != 0
+    assert name in run.stderr
