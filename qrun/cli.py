@@ -67,6 +67,7 @@ def cli(debug: bool) -> None:
     type=click.Choice(["float32", "float16", "bfloat16"]),
     help="Type of activations and cache. Default: float32 on a CPU, the model's own on a GPU.",
 )
+@click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: all it may use.")
 @click.option("--stats", is_flag=True, help="Print speeds and memory to standard error.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 @click.option("--stream-json", is_flag=True, help="Print one JSON object per piece of text.")
@@ -91,6 +92,7 @@ def generate(
     seed: int | None,
     revision: str | None,
     dtype: str | None,
+    threads: int | None,
     stats: bool,
     as_json: bool,
     stream_json: bool,
@@ -107,7 +109,9 @@ def generate(
     printing.show_warnings(not quiet)
 
     import qrun
+    from qrun.hardware import set_threads
 
+    set_threads(threads)
     loaded = qrun.load(model, revision=revision, dtype=dtype)
     if verbose:
         printing.print_description(loaded)

@@ -26,6 +26,17 @@ def require_mlx() -> None:
         ) from None
 
 
+def set_threads(count: int | None) -> None:
+    """CPU threads of the native kernels; None: $QRUN_NUM_THREADS, or all the process may use."""
+    require_mlx()
+    from qrun.ops import _launch
+
+    if count is not None and _launch.native_problem() is None:
+        from qrun import _ext
+
+        _ext.set_threads(count)
+
+
 def device_name() -> str:
     """The name of the processor that runs the model."""
     import mlx.core as mx
