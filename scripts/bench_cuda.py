@@ -125,25 +125,37 @@ def matrix(n: int, k: int, group: int = 64) -> QuantizedMatrix:
 
 
 def qmv_cases() -> list[str]:
-    tiles = {
-        1: ((16, 2, 2), (16, 2, 1), (8, 4, 2), (8, 4, 1), (16, 1, 4), (8, 2, 4)),
-        4: ((16, 2, 2), (16, 2, 1), (8, 4, 1), (16, 1, 4)),
-        8: ((8, 2, 2), (8, 3, 1), (16, 1, 2), (16, 1, 4)),
-        16: ((8, 2, 2), (8, 2, 1), (16, 1, 2)),
+    """Tiles by k: as many takes as deal evenly."""
+    tiles: dict[int, dict[int, tuple[tuple[int, int, int], ...]]] = {
+        4096: {
+            1: ((8, 2, 4), (8, 3, 4), (8, 4, 2), (16, 2, 2), (16, 1, 2)),
+            4: ((8, 2, 4), (8, 3, 4), (16, 2, 2), (16, 1, 2)),
+            8: ((8, 2, 4), (8, 1, 4), (16, 1, 2), (16, 1, 1)),
+            16: ((8, 1, 4), (16, 1, 2), (16, 1, 1)),
+        },
+        14336: {
+            1: ((14, 2, 4), (14, 1, 4), (14, 2, 2), (28, 1, 2)),
+            4: ((14, 1, 4), (14, 1, 2), (28, 1, 2)),
+            8: ((14, 1, 4), (14, 1, 2), (16, 1, 1)),
+            16: ((14, 1, 2), (16, 1, 1)),
+        },
+        1024: {
+            1: ((8, 1, 1), (4, 1, 2), (2, 1, 4)),
+            4: ((8, 1, 1), (4, 1, 2)),
+            8: ((8, 1, 1), (4, 1, 2)),
+            16: ((8, 1, 1), (4, 1, 2)),
+        },
     }
     out: list[str] = []
     for n, k in SHAPES:
         m = matrix(n, k)
-        for rows, candidates in tiles.items():
+        for rows, candidates in tiles[k].items():
             x = mx.zeros((rows, k), mx.bfloat16)
-            for t in candidates:
-                tile = _cuda_product.QmvTile(*t)
-                if k == 1024 and tile.warps == 16:
-                    tile = tile._replace(warps=8)
+            for tile in (_cuda_product.QmvTile(*t) for t in candidates):
                 out.append(
                     case(
                         f"qmv {n:5}x{k:<5} M {rows:2}",
-                        f"warps {tile.warps} blocks {tile.blocks} ahead {tile.ahead}",
+                        f"warps {tile.warps} blocks {tile.blocks} take {tile.take}",
                         lambda x=x, m=m, tile=tile: _cuda_product._qmv(
                             x, m, tile, None, None, None, None, 1.0
                         ),

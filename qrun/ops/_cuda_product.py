@@ -21,6 +21,7 @@ from qrun.ops._launch import Norm
 from qrun.ops.matrix import QuantizedMatrix
 
 ACTIVATIONS = {None: 0, "swiglu": 1, "geglu": 2}  # enum Activation of common/epilogue.cuh
+SMS = 132  # of an H100 or H200; elsewhere the grid only fits less well
 SHARED = 227 * 1024  # bytes of shared memory that the blocks of an SM share (sm_90)
 
 
@@ -54,7 +55,7 @@ def qmv(
 ) -> mx.array:
     if not _tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
-    tile = qmv_tile(x.shape[0], m.k, m.spec.group_size)
+    tile = qmv_tile(x.shape[0], m.n, m.k, m.spec.group_size)
     return _qmv(x, m, tile, norm, bias, residual, activation, scale)
 
 
@@ -69,15 +70,17 @@ def _qmv(
     scale: float,
 ) -> mx.array:
     rows, group = x.shape[0], m.spec.group_size
-    chunk, shared = tile.chunk(rows, m.k, group)
+    tiles = ceil_div(m.n, 16)
+    grid = min(tiles, tile.blocks * SMS)
+    chunk, buffers, shared = tile.chunk(rows, m.k, group, ceil_div(tiles, grid))
     weight, eps = norm or (None, 0.0)
     epilogue, constants = _epilogue(bias, residual, activation, scale)
     constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "M": rows}
-    constants |= {"WARPS": tile.warps, "AHEAD": tile.ahead}
+    constants |= {"WARPS": tile.warps, "TAKE": tile.take}
     constants["G"] = mx.float32 if weight is None else weight.dtype
     source = (
-        "qrun::Qmv<T, S, GROUP, M, WARPS, AHEAD>{x, w, scales, biases, w_shape[0], x_shape[1], "
-        f"{chunk}}}.run({pointer('norm', weight, 'G')}, {literal(eps)}, {epilogue});"
+        "qrun::Qmv<T, S, GROUP, M, WARPS, TAKE>{x, w, scales, biases, w_shape[0], x_shape[1], "
+        f"{chunk}, {buffers}}}.run({pointer('norm', weight, 'G')}, {literal(eps)}, {epilogue});"
     )
     columns = m.n if activation is None else m.n // 2
     return launch(
@@ -86,44 +89,52 @@ def _qmv(
         {"x": x, **matrix(m), "norm": weight, "bias": bias, "residual": residual},
         {"y": ((rows, columns), x.dtype)},
         constants,
-        (ceil_div(m.n, 16), 1, 1),
+        (grid, 1, 1),
         Shape(32 * tile.warps, tile.blocks, shared),
     )[0]
 
 
 class QmvTile(NamedTuple):
-    """Warps of a block of qmv.cuh, blocks an SM shall hold, steps that a warp loads together."""
+    """Warps of a block of qmv.cuh, blocks an SM shall hold, steps of 128 k that a warp takes together."""
 
     warps: int
     blocks: int
-    ahead: int
+    take: int
 
-    def chunk(self, rows: int, k: int, group: int) -> tuple[int, int]:
-        """k of x held in shared memory at a time, and the bytes of shared memory."""
+    def chunk(self, rows: int, k: int, group: int, tiles: int) -> tuple[int, int, int]:
+        """k of x held in shared memory at a time; buffers of sums; the bytes of shared memory.
+
+        tiles: of one block. Their sums are all kept if x comes in several chunks.
+        """
         columns = 8 * group // 128
         sums = ceil_div(rows, columns) * columns
-        steps = ceil_div(k, 128)
+        step = 128 * self.take
+        steps = ceil_div(k, step)
 
-        def needed(chunk: int) -> int:
+        def needed(chunk: int, buffers: int) -> int:
             held = chunk * rows * 2 + chunk // group * sums * 4 + rows * 4
-            return max(held, self.warps * rows * 16 * 4)
+            return held + buffers * self.warps * rows * 16 * 4
 
-        limit, parts = SHARED // self.blocks - 2048, 1
-        while needed(ceil_div(steps, parts) * 128) > limit:
-            parts += 1
-        chunk = ceil_div(steps, parts) * 128
-        return chunk, needed(chunk)
+        limit, parts, buffers = SHARED // self.blocks - 1280, 1, 2
+        while needed(ceil_div(steps, parts) * step, buffers) > limit:
+            parts, buffers = parts + 1, tiles
+        chunk = ceil_div(steps, parts) * step
+        return chunk, buffers, needed(chunk, buffers)
 
 
-def qmv_tile(rows: int, k: int, group: int) -> QmvTile:
-    """Each pass over the columns of an mma costs twelve registers a lane (qmv.cuh)."""
-    passes, steps = ceil_div(rows, 8 * group // 128), ceil_div(k, 128)
-    warps, blocks = (16, 2) if passes == 1 else (8, 2) if passes <= 4 else (8, 1)
-    if group == 128 and passes == 1:  # all eight columns are rows of x: more addresses
-        warps, blocks = 8, 3
-    while warps > 4 and warps // 2 >= steps:
-        warps, blocks = warps // 2, blocks * 2
-    return QmvTile(warps, blocks, 2)
+def qmv_tile(rows: int, n: int, k: int, group: int) -> QmvTile:
+    """Takes as long as k allows, and as many warps as deal them out evenly."""
+    steps, passes = ceil_div(k, 128), ceil_div(rows, 8 * group // 128)
+    take = 4 if k % 512 == 0 and steps >= 32 and group > 32 else 2
+    if k % 256 or steps < 16 or passes > 4:
+        take = 1
+    takes = steps // take
+    warps = ceil_div(takes, ceil_div(takes, 16))
+    tiles = ceil_div(n, 16)
+    blocks = 2 if warps <= 8 or (passes == 1 and take < 4) else 1
+    if passes > 4 or tiles <= SMS:
+        blocks = 1
+    return QmvTile(warps, blocks, take)
 
 
 def _plain(
