@@ -127,37 +127,39 @@ struct Qmv {
     const int all = (steps + 1) / 2 * M;
 #pragma unroll 1
     for (int first = warp; first < all; first += BATCH * WARPS) {
-      float v[BATCH][8];
+      uint4 raw[BATCH];
 #pragma unroll
       for (int b = 0; b < BATCH; b++) {
         const int i = first + b * WARPS, m = i % M, at = k0 + (i / M * 2 + lane / 16) * STEP + t * 32 + j * 8;
-#pragma unroll
-        for (int e = 0; e < 8; e++) v[b][e] = 0;
-        if (i < all && at < k) load(v[b], x + static_cast<long long>(m) * k + at);
+        raw[b] = make_uint4(0, 0, 0, 0);
+        if (i < all && at < k)
+          raw[b] = *reinterpret_cast<const uint4*>(x + static_cast<long long>(m) * k + at);
       }
 #pragma unroll
       for (int b = 0; b < BATCH; b++) {
         const int i = first + b * WARPS, m = i % M, step = i / M * 2 + lane / 16;
         const int at = k0 + step * STEP + t * 32 + j * 8;
         if (i >= all) break;
+        float v[8];
+        load(v, reinterpret_cast<const T*>(&raw[b]));
         if (weight && at < k) {
           float g[8];
           load(g, weight + at);
           const float r = shared_rms[m];
 #pragma unroll
-          for (int e = 0; e < 8; e++) v[b][e] = to_float(from_float<T>(v[b][e] * r * g[e]));
+          for (int e = 0; e < 8; e++) v[e] = to_float(from_float<T>(v[e] * r * g[e]));
         }
         float sum = 0;
 #pragma unroll
-        for (int e = 0; e < 8; e++) sum += v[b][e], v[b][e] *= Subnormal<T>::X;
+        for (int e = 0; e < 8; e++) sum += v[e], v[e] *= Subnormal<T>::X;
         sum += __shfl_xor_sync(0xffffffffu, sum, 4);
         sum += __shfl_xor_sync(0xffffffffu, sum, 8);
         if (PARTS <= 2) sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         if (PARTS == 1) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         if (step < steps)
           shared_x[((step * 4 + j) * M + m) * 4 + t] =
-              make_uint4(pack<T>(v[b][0], v[b][4]), pack<T>(v[b][2], v[b][6]),
-                         pack<T>(v[b][1], v[b][5]), pack<T>(v[b][3], v[b][7]));
+              make_uint4(pack<T>(v[0], v[4]), pack<T>(v[2], v[6]), pack<T>(v[1], v[5]),
+                         pack<T>(v[3], v[7]));
         if (step < steps && j == 0 && t % (4 / PARTS) == 0)
           shared_sums[(step * PARTS + t * PARTS / 4) * SUMS + m] = sum * (1 / Subnormal<T>::UNDO);
       }
