@@ -167,31 +167,37 @@ def qmv_cases() -> list[str]:
 
 
 def qmm_cases() -> list[str]:
-    tiles = {
-        16: ((16, 1, 1, 8), (16, 2, 1, 4), (16, 4, 1, 2)),
-        32: ((32, 1, 1, 8), (32, 2, 1, 4), (32, 4, 1, 2)),
-        64: ((64, 1, 1, 8), (64, 2, 1, 4), (64, 4, 1, 2), (32, 2, 2, 2), (32, 1, 2, 4)),
-        128: ((64, 2, 2, 2), (64, 4, 2, 1), (64, 1, 2, 4)),
-        256: ((64, 4, 2, 1), (64, 2, 2, 2)),
-        512: ((64, 4, 2, 1), (64, 2, 4, 1)),
-        2048: ((64, 4, 2, 1), (64, 2, 4, 1)),
+    mma, wgmma = _cuda_product.MmaTile, _cuda_product.WgmmaTile
+    tiles: dict[int, tuple[Any, ...]] = {
+        16: (mma(16, 1, 1, 8), mma(16, 4, 1, 2)),
+        32: (mma(32, 1, 1, 8), mma(32, 4, 1, 2)),
+        64: (wgmma(64, 1, 4), wgmma(64, 2, 2), wgmma(64, 2, 1), mma(64, 1, 1, 8)),
+        128: (wgmma(128, 1, 2), wgmma(128, 1, 3), wgmma(128, 2, 1), wgmma(128, 3, 1)),
+        256: (wgmma(128, 1, 3), wgmma(128, 2, 1), wgmma(128, 3, 1)),
+        512: (wgmma(128, 2, 1), wgmma(128, 3, 1)),
+        2048: (wgmma(128, 2, 1), wgmma(128, 3, 1)),
     }
     out: list[str] = []
     for n, k in SHAPES:
         m = matrix(n, k)
         for rows, candidates in tiles.items():
             x = mx.zeros((rows, k), mx.bfloat16)
-            for t in candidates:
-                tile = _cuda_product.MmaTile(*t)
+            for tile in candidates:
+                product = _cuda_product._qmm_mma
+                if isinstance(tile, wgmma):
+                    product = _cuda_product._qmm_wgmma
 
-                def run(x: mx.array = x, m: QuantizedMatrix = m, tile: Any = tile) -> None:
+                def run(
+                    x: mx.array = x, m: QuantizedMatrix = m, tile: Any = tile, product: Any = product
+                ) -> None:
                     prepared, sums = _cuda_product._prepare(x, None, 64, tile.bm)
-                    _cuda_product._qmm_mma(prepared, sums, m, tile, **NONE)
+                    product(prepared, sums, m, tile, **NONE)
 
+                name = " ".join(f"{f} {v}" for f, v in zip(tile._fields, tile, strict=True))
                 out.append(
                     case(
                         f"qmm {n:5}x{k:<5} M {rows:4}",
-                        f"mma tm {t[0]} wn {t[1]} wm {t[2]} wk {t[3]}",
+                        f"{type(tile).__name__.removesuffix('Tile').lower()} {name}",
                         run,
                         2.0 * rows * n * k,
                         f"{rows}, {n}, {k}, 64",

@@ -189,6 +189,36 @@ class MmaTile(NamedTuple):
         return count, max(count * stage, self.wk * self.bm * (self.bn + 4) * 4)
 
 
+class WgmmaTile(NamedTuple):
+    """Rows of x of a block of qmm_wgmma.cuh; its warpgroups over n and k, each with 64 rows of w."""
+
+    bm: int
+    wn: int
+    wk: int
+
+    @property
+    def bn(self) -> int:
+        return 64 * self.wn
+
+    def stages(self, group: int) -> tuple[int, int]:
+        """How many fit (four at most), and the bytes of shared memory."""
+        units = 64 // min(group, 64)
+        stage = self.wk * (self.bm * 128 + self.bn * 32 + units * self.bm * 4)
+        stage = ceil_div(stage, 1024) * 1024
+        count = min(4, (SHARED - 1024) // stage)
+        # The sums at the end take the stages' place; the place begins at a multiple of 1024.
+        return count, max(count * stage, self.wk * self.bm * (self.bn + 4) * 4) + 1024
+
+
+WGMMA = str(mx.device_info().get("architecture", "")).startswith("sm_90")
+
+
+def qmm_tile(rows: int, n: int, group: int) -> MmaTile | WgmmaTile:
+    if not WGMMA or rows <= 32:
+        return mma_tile(rows, n, group)
+    return WgmmaTile(64 if rows <= 64 else 128, 2, 1)
+
+
 def mma_tile(rows: int, n: int, group: int) -> MmaTile:
     """Few rows: narrow tiles, many blocks, warps that split K. Many: the widest tile.
 
@@ -215,9 +245,10 @@ def qmm(
 ) -> mx.array:
     if not _tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
-    tile = mma_tile(x.shape[0], m.n, m.spec.group_size)
+    tile = qmm_tile(x.shape[0], m.n, m.spec.group_size)
     prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
-    return _qmm_mma(prepared, sums, m, tile, bias, residual, activation, scale)
+    product = _qmm_wgmma if isinstance(tile, WgmmaTile) else _qmm_mma
+    return product(prepared, sums, m, tile, bias, residual, activation, scale)
 
 
 def _prepare(x: mx.array, norm: Norm | None, group: int, bm: int) -> list[mx.array]:
@@ -261,4 +292,31 @@ def _qmm_mma(
         constants,
         (ceil_div(m.n, tile.bn), ceil_div(rows, tile.bm), 1),
         Shape(32 * tile.wn * tile.wm * tile.wk, 1, shared),
+    )[0]
+
+
+def _qmm_wgmma(
+    x: mx.array,
+    sums: mx.array,
+    m: QuantizedMatrix,
+    tile: WgmmaTile,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    rows, columns = x.shape[0], m.n if activation is None else m.n // 2
+    epilogue, constants = _epilogue(bias, residual, activation, scale)
+    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": m.spec.group_size}
+    stages, shared = tile.stages(m.spec.group_size)
+    constants |= {"BM": tile.bm, "WN": tile.wn, "WK": tile.wk, "STAGES": stages}
+    return launch(
+        "qmm/qmm_wgmma.cuh",
+        "qrun::QmmWgmma<T, S, GROUP, BM, WN, WK, STAGES>{x, sums, w, scales, biases, x_shape[0], "
+        f"w_shape[0], w_shape[1] * 8, x_shape[1], sums_shape[1]}}.run({epilogue});",
+        {"x": x, "sums": sums, **matrix(m), "bias": bias, "residual": residual},
+        {"y": ((rows, columns), x.dtype)},
+        constants,
+        (ceil_div(rows, tile.bm), ceil_div(m.n, tile.bn), 1),
+        Shape(128 * tile.wn * tile.wk, 1, shared),
     )[0]
