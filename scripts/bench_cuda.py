@@ -188,7 +188,10 @@ def qmm_cases() -> list[str]:
                     product = _cuda_product._qmm_wgmma
 
                 def run(
-                    x: mx.array = x, m: QuantizedMatrix = m, tile: Any = tile, product: Any = product
+                    x: mx.array = x,
+                    m: QuantizedMatrix = m,
+                    tile: Any = tile,
+                    product: Any = product,
                 ) -> None:
                     prepared, sums = _cuda_product._prepare(x, None, 64, tile.bm)
                     product(prepared, sums, m, tile, **NONE)
