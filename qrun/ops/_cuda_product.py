@@ -95,7 +95,7 @@ def _qmv(
 
 
 class QmvTile(NamedTuple):
-    """Warps of a block of qmv.cuh, blocks an SM shall hold, steps of 128 k that a warp takes together."""
+    """Warps of a block of qmv.cuh, blocks an SM shall hold, steps that a warp takes together."""
 
     warps: int
     blocks: int
@@ -190,7 +190,7 @@ class MmaTile(NamedTuple):
 
 
 class WgmmaTile(NamedTuple):
-    """Rows of x of a block of qmm_wgmma.cuh; its warpgroups over n and k, each with 64 rows of w."""
+    """Rows of x of a block of qmm_wgmma.cuh; its warpgroups over n, k, each with 64 rows of w."""
 
     bm: int
     wn: int

@@ -17,7 +17,8 @@ if not mx.cuda.is_available():
 def script() -> ModuleType:
     path = paths.KERNELS.parent / "scripts" / "check_cuda.py"
     spec = importlib.util.spec_from_file_location("check_cuda", path)
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
