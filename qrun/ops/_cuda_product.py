@@ -128,8 +128,11 @@ def qmv_tile(rows: int, n: int, k: int, group: int) -> QmvTile:
     take = 4 if k % 512 == 0 and steps >= 32 and group > 32 else 2
     if k % 256 or steps < 16 or passes > 4:
         take = 1
+    if passes > 1 and steps // take > 8:  # the rows of x take registers too
+        take = min(take, 2)
     takes = steps // take
-    warps = ceil_div(takes, ceil_div(takes, 16))
+    most = 8 if group == 32 and passes > 2 else 16
+    warps = ceil_div(takes, ceil_div(takes, most))
     tiles = ceil_div(n, 16)
     blocks = 2 if warps <= 8 or (passes == 1 and take < 4) else 1
     if passes > 4 or tiles <= SMS:
