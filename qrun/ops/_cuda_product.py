@@ -135,7 +135,7 @@ def qmv_tile(rows: int, n: int, k: int, group: int) -> QmvTile:
     warps = ceil_div(takes, ceil_div(takes, most))
     tiles = ceil_div(n, 16)
     blocks = 2 if warps <= 8 or (passes == 1 and take < 4) else 1
-    if passes > 4 or tiles <= SMS:
+    if passes > 2 or tiles <= SMS:
         blocks = 1
     return QmvTile(warps, blocks, take)
 
