@@ -125,25 +125,37 @@ def matrix(n: int, k: int, group: int = 64) -> QuantizedMatrix:
 
 
 def qmv_cases() -> list[str]:
-    tiles = {
-        1: ((16, 2, 2), (16, 2, 1), (8, 4, 2), (8, 4, 1), (16, 1, 4), (8, 2, 4)),
-        4: ((16, 2, 2), (16, 2, 1), (8, 4, 1), (16, 1, 4)),
-        8: ((8, 2, 2), (8, 3, 1), (16, 1, 2), (16, 1, 4)),
-        16: ((8, 2, 2), (8, 2, 1), (16, 1, 2)),
+    """Tiles by k: as many takes as deal evenly."""
+    tiles: dict[int, dict[int, tuple[tuple[int, int, int], ...]]] = {
+        4096: {
+            1: ((8, 2, 4), (8, 3, 4), (16, 2, 2), (16, 1, 2)),
+            4: ((8, 2, 4), (8, 3, 4), (16, 2, 2), (16, 1, 2)),
+            8: ((8, 2, 4), (16, 1, 2), (16, 1, 1)),
+            16: ((8, 1, 4), (16, 1, 2), (16, 1, 1)),
+        },
+        14336: {
+            1: ((14, 2, 4), (14, 1, 4), (14, 2, 2), (28, 1, 2)),
+            4: ((14, 1, 4), (14, 1, 2), (28, 1, 2)),
+            8: ((14, 1, 4), (14, 1, 2), (16, 1, 1)),
+            16: ((14, 1, 2), (16, 1, 1)),
+        },
+        1024: {
+            1: ((8, 1, 1), (4, 1, 2), (2, 1, 4)),
+            4: ((8, 1, 1), (4, 1, 2)),
+            8: ((8, 1, 1), (4, 1, 2)),
+            16: ((8, 1, 1), (4, 1, 2)),
+        },
     }
     out: list[str] = []
     for n, k in SHAPES:
         m = matrix(n, k)
-        for rows, candidates in tiles.items():
+        for rows, candidates in tiles[k].items():
             x = mx.zeros((rows, k), mx.bfloat16)
-            for t in candidates:
-                tile = _cuda_product.QmvTile(*t)
-                if k == 1024 and tile.warps == 16:
-                    tile = tile._replace(warps=8)
+            for tile in (_cuda_product.QmvTile(*t) for t in candidates):
                 out.append(
                     case(
                         f"qmv {n:5}x{k:<5} M {rows:2}",
-                        f"warps {tile.warps} blocks {tile.blocks} ahead {tile.ahead}",
+                        f"warps {tile.warps} blocks {tile.blocks} take {tile.take}",
                         lambda x=x, m=m, tile=tile: _cuda_product._qmv(
                             x, m, tile, None, None, None, None, 1.0
                         ),
@@ -155,31 +167,40 @@ def qmv_cases() -> list[str]:
 
 
 def qmm_cases() -> list[str]:
-    tiles = {
-        16: ((16, 1, 1, 8), (16, 2, 1, 4), (16, 4, 1, 2)),
-        32: ((32, 1, 1, 8), (32, 2, 1, 4), (32, 4, 1, 2)),
-        64: ((64, 1, 1, 8), (64, 2, 1, 4), (64, 4, 1, 2), (32, 2, 2, 2), (32, 1, 2, 4)),
-        128: ((64, 2, 2, 2), (64, 4, 2, 1), (64, 1, 2, 4)),
-        256: ((64, 4, 2, 1), (64, 2, 2, 2)),
-        512: ((64, 4, 2, 1), (64, 2, 4, 1)),
-        2048: ((64, 4, 2, 1), (64, 2, 4, 1)),
+    mma, wgmma = _cuda_product.MmaTile, _cuda_product.WgmmaTile
+    tiles: dict[int, tuple[Any, ...]] = {
+        16: (mma(16, 1, 1, 8), mma(16, 4, 1, 2)),
+        32: (mma(32, 1, 1, 8), mma(32, 4, 1, 2)),
+        64: (wgmma(64, 1, 4), wgmma(64, 2, 2), wgmma(64, 2, 1), mma(64, 1, 1, 8)),
+        128: (wgmma(128, 1, 2), wgmma(128, 1, 3), wgmma(128, 2, 1), wgmma(128, 3, 1)),
+        256: (wgmma(128, 1, 3), wgmma(128, 2, 1), wgmma(128, 3, 1)),
+        512: (wgmma(128, 2, 1), wgmma(128, 3, 1)),
+        2048: (wgmma(128, 2, 1), wgmma(128, 3, 1)),
     }
     out: list[str] = []
     for n, k in SHAPES:
         m = matrix(n, k)
         for rows, candidates in tiles.items():
             x = mx.zeros((rows, k), mx.bfloat16)
-            for t in candidates:
-                tile = _cuda_product.MmaTile(*t)
+            for tile in candidates:
+                product = _cuda_product._qmm_mma
+                if isinstance(tile, wgmma):
+                    product = _cuda_product._qmm_wgmma
 
-                def run(x: mx.array = x, m: QuantizedMatrix = m, tile: Any = tile) -> None:
+                def run(
+                    x: mx.array = x,
+                    m: QuantizedMatrix = m,
+                    tile: Any = tile,
+                    product: Any = product,
+                ) -> None:
                     prepared, sums = _cuda_product._prepare(x, None, 64, tile.bm)
-                    _cuda_product._qmm_mma(prepared, sums, m, tile, **NONE)
+                    product(prepared, sums, m, tile, **NONE)
 
+                name = " ".join(f"{f} {v}" for f, v in zip(tile._fields, tile, strict=True))
                 out.append(
                     case(
                         f"qmm {n:5}x{k:<5} M {rows:4}",
-                        f"mma tm {t[0]} wn {t[1]} wm {t[2]} wk {t[3]}",
+                        f"{type(tile).__name__.removesuffix('Tile').lower()} {name}",
                         run,
                         2.0 * rows * n * k,
                         f"{rows}, {n}, {k}, 64",

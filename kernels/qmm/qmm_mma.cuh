@@ -51,21 +51,30 @@ struct QmmMma {
   __device__ __forceinline__ void fetch(int stage) const {
     char* to = shared_memory() + stage % STAGES * STAGE;
     const int k0 = stage * RUN * WK;
-    for (int i = threadIdx.x; i < WK * BM * 8; i += THREADS) {
+#pragma unroll
+    for (int first = 0; first < WK * BM * 8; first += THREADS) {
+      const int i = first + threadIdx.x;
+      if (WK * BM * 8 % THREADS && i >= WK * BM * 8) break;
       const int run = i / (BM * 8), row = i / 8 % BM, c = i % 8, at = k0 + run * RUN + c * 8;
       const bool valid = first_m() + row < m && at < pk;
       const T* from = x + (valid ? static_cast<long long>(first_m() + row) * pk + at : 0);
       copy_async(to + ((run * BM + row) * 8 + (c ^ row % 8)) * 16, from, valid);
     }
     to += X_BYTES;
-    for (int i = threadIdx.x; i < WK * BN * 2; i += THREADS) {
+#pragma unroll
+    for (int first = 0; first < WK * BN * 2; first += THREADS) {
+      const int i = first + threadIdx.x;
+      if (WK * BN * 2 % THREADS && i >= WK * BN * 2) break;
       const int run = i / (BN * 2), row = i / 2 % BN, c = i % 2, at = k0 + run * RUN + c * 32;
       const bool valid = first_n() + row < n && at < k;
       const unsigned* from = w + (valid ? static_cast<long long>(first_n() + row) * (k / 8) + at / 8 : 0);
       copy_async(to + ((run * BN + row) * 2 + (c ^ row / 4 % 2)) * 16, from, valid);
     }
     to += W_BYTES;
-    for (int i = threadIdx.x; i < WK * UNITS * BM / 4; i += THREADS) {
+#pragma unroll
+    for (int first = 0; first < WK * UNITS * BM / 4; first += THREADS) {
+      const int i = first + threadIdx.x;
+      if (WK * UNITS * BM / 4 % THREADS && i >= WK * UNITS * BM / 4) break;
       const int unit = i / (BM / 4), at = i % (BM / 4) * 4, which = k0 / U + unit;
       const bool valid = which < pk / U;
       const float* from = sums + (valid ? static_cast<long long>(which) * pm + first_m() + at : 0);

@@ -19,7 +19,13 @@ constexpr float LOG2E = 1.4426950408889634f;
 // What is known of softmax(scores) @ v: scores are in units of log 2.
 template <int COUNT>
 struct Softmax {
-  float max = __int_as_float(0xff800000), sum = 0, values[COUNT] = {};
+  float max, sum, values[COUNT];
+
+  __device__ __forceinline__ Softmax() {
+    max = __int_as_float(0xff800000), sum = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) values[i] = 0;
+  }
 
   // The factor that brings sums taken against `max` to `next`; 0 where nothing was seen yet.
   static __device__ __forceinline__ float factor(float max, float next) {

@@ -21,6 +21,7 @@ from qrun.ops._launch import Norm
 from qrun.ops.matrix import QuantizedMatrix
 
 ACTIVATIONS = {None: 0, "swiglu": 1, "geglu": 2}  # enum Activation of common/epilogue.cuh
+SMS = 132  # of an H100 or H200; elsewhere the grid only fits less well
 SHARED = 227 * 1024  # bytes of shared memory that the blocks of an SM share (sm_90)
 
 
@@ -54,7 +55,7 @@ def qmv(
 ) -> mx.array:
     if not _tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
-    tile = qmv_tile(x.shape[0], m.k, m.spec.group_size)
+    tile = qmv_tile(x.shape[0], m.n, m.k, m.spec.group_size)
     return _qmv(x, m, tile, norm, bias, residual, activation, scale)
 
 
@@ -69,15 +70,17 @@ def _qmv(
     scale: float,
 ) -> mx.array:
     rows, group = x.shape[0], m.spec.group_size
-    chunk, shared = tile.chunk(rows, m.k, group)
+    tiles = ceil_div(m.n, 16)
+    grid = min(tiles, tile.blocks * SMS)
+    chunk, buffers, shared = tile.chunk(rows, m.k, group, ceil_div(tiles, grid))
     weight, eps = norm or (None, 0.0)
     epilogue, constants = _epilogue(bias, residual, activation, scale)
     constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "M": rows}
-    constants |= {"WARPS": tile.warps, "AHEAD": tile.ahead}
+    constants |= {"WARPS": tile.warps, "TAKE": tile.take}
     constants["G"] = mx.float32 if weight is None else weight.dtype
     source = (
-        "qrun::Qmv<T, S, GROUP, M, WARPS, AHEAD>{x, w, scales, biases, w_shape[0], x_shape[1], "
-        f"{chunk}}}.run({pointer('norm', weight, 'G')}, {literal(eps)}, {epilogue});"
+        "qrun::Qmv<T, S, GROUP, M, WARPS, TAKE>{x, w, scales, biases, w_shape[0], x_shape[1], "
+        f"{chunk}, {buffers}}}.run({pointer('norm', weight, 'G')}, {literal(eps)}, {epilogue});"
     )
     columns = m.n if activation is None else m.n // 2
     return launch(
@@ -86,44 +89,55 @@ def _qmv(
         {"x": x, **matrix(m), "norm": weight, "bias": bias, "residual": residual},
         {"y": ((rows, columns), x.dtype)},
         constants,
-        (ceil_div(m.n, 16), 1, 1),
+        (grid, 1, 1),
         Shape(32 * tile.warps, tile.blocks, shared),
     )[0]
 
 
 class QmvTile(NamedTuple):
-    """Warps of a block of qmv.cuh, blocks an SM shall hold, steps that a warp loads together."""
+    """Warps of a block of qmv.cuh, blocks an SM shall hold, steps that a warp takes together."""
 
     warps: int
     blocks: int
-    ahead: int
+    take: int
 
-    def chunk(self, rows: int, k: int, group: int) -> tuple[int, int]:
-        """k of x held in shared memory at a time, and the bytes of shared memory."""
+    def chunk(self, rows: int, k: int, group: int, tiles: int) -> tuple[int, int, int]:
+        """k of x held in shared memory at a time; buffers of sums; the bytes of shared memory.
+
+        tiles: of one block. Their sums are all kept if x comes in several chunks.
+        """
         columns = 8 * group // 128
         sums = ceil_div(rows, columns) * columns
-        steps = ceil_div(k, 128)
+        step = 128 * self.take
+        steps = ceil_div(k, step)
 
-        def needed(chunk: int) -> int:
+        def needed(chunk: int, buffers: int) -> int:
             held = chunk * rows * 2 + chunk // group * sums * 4 + rows * 4
-            return max(held, self.warps * rows * 16 * 4)
+            return held + buffers * self.warps * rows * 16 * 4
 
-        limit, parts = SHARED // self.blocks - 2048, 1
-        while needed(ceil_div(steps, parts) * 128) > limit:
-            parts += 1
-        chunk = ceil_div(steps, parts) * 128
-        return chunk, needed(chunk)
+        limit, parts, buffers = SHARED // self.blocks - 1280, 1, 2
+        while needed(ceil_div(steps, parts) * step, buffers) > limit:
+            parts, buffers = parts + 1, tiles
+        chunk = ceil_div(steps, parts) * step
+        return chunk, buffers, needed(chunk, buffers)
 
 
-def qmv_tile(rows: int, k: int, group: int) -> QmvTile:
-    """Each pass over the columns of an mma costs twelve registers a lane (qmv.cuh)."""
-    passes, steps = ceil_div(rows, 8 * group // 128), ceil_div(k, 128)
-    warps, blocks = (16, 2) if passes == 1 else (8, 2) if passes <= 4 else (8, 1)
-    if group == 128 and passes == 1:  # all eight columns are rows of x: more addresses
-        warps, blocks = 8, 3
-    while warps > 4 and warps // 2 >= steps:
-        warps, blocks = warps // 2, blocks * 2
-    return QmvTile(warps, blocks, 2)
+def qmv_tile(rows: int, n: int, k: int, group: int) -> QmvTile:
+    """Takes as long as k allows, and as many warps as deal them out evenly."""
+    steps, passes = ceil_div(k, 128), ceil_div(rows, 8 * group // 128)
+    take = 4 if k % 512 == 0 and steps >= 32 and group > 32 else 2
+    if k % 256 or steps < 16 or passes > 4:
+        take = 1
+    if passes > 1 and steps // take > 8:  # the rows of x take registers too
+        take = min(take, 2)
+    takes = steps // take
+    most = 8 if group == 32 and passes > 2 else 16
+    warps = ceil_div(takes, ceil_div(takes, most))
+    tiles = ceil_div(n, 16)
+    blocks = 2 if warps <= 8 or (passes == 1 and take < 4) else 1
+    if passes > 2 or tiles <= SMS:
+        blocks = 1
+    return QmvTile(warps, blocks, take)
 
 
 def _plain(
@@ -178,6 +192,37 @@ class MmaTile(NamedTuple):
         return count, max(count * stage, self.wk * self.bm * (self.bn + 4) * 4)
 
 
+class WgmmaTile(NamedTuple):
+    """Rows of x of a block of qmm_wgmma.cuh; its warpgroups over n, k, each with 64 rows of w."""
+
+    bm: int
+    wn: int
+    wk: int
+
+    @property
+    def bn(self) -> int:
+        return 64 * self.wn
+
+    def stages(self, group: int) -> tuple[int, int]:
+        """How many fit (four at most), and the bytes of shared memory."""
+        units = 64 // min(group, 64)
+        stage = self.wk * (self.bm * 128 + self.bn * 32 + units * self.bm * 4)
+        stage = ceil_div(stage, 1024) * 1024
+        count = min(4, (SHARED - 1024) // stage)
+        # The sums at the end take the stages' place; the place begins at a multiple of 1024.
+        return count, max(count * stage, self.wk * self.bm * (self.bn + 4) * 4) + 1024
+
+
+# Off: MLX's JIT compiles for sm_90, and wgmma needs sm_90a.
+WGMMA = False
+
+
+def qmm_tile(rows: int, n: int, group: int) -> MmaTile | WgmmaTile:
+    if not WGMMA or rows <= 32:
+        return mma_tile(rows, n, group)
+    return WgmmaTile(64 if rows <= 64 else 128, 2, 1)
+
+
 def mma_tile(rows: int, n: int, group: int) -> MmaTile:
     """Few rows: narrow tiles, many blocks, warps that split K. Many: the widest tile.
 
@@ -204,9 +249,10 @@ def qmm(
 ) -> mx.array:
     if not _tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
-    tile = mma_tile(x.shape[0], m.n, m.spec.group_size)
+    tile = qmm_tile(x.shape[0], m.n, m.spec.group_size)
     prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
-    return _qmm_mma(prepared, sums, m, tile, bias, residual, activation, scale)
+    product = _qmm_wgmma if isinstance(tile, WgmmaTile) else _qmm_mma
+    return product(prepared, sums, m, tile, bias, residual, activation, scale)
 
 
 def _prepare(x: mx.array, norm: Norm | None, group: int, bm: int) -> list[mx.array]:
@@ -250,4 +296,31 @@ def _qmm_mma(
         constants,
         (ceil_div(m.n, tile.bn), ceil_div(rows, tile.bm), 1),
         Shape(32 * tile.wn * tile.wm * tile.wk, 1, shared),
+    )[0]
+
+
+def _qmm_wgmma(
+    x: mx.array,
+    sums: mx.array,
+    m: QuantizedMatrix,
+    tile: WgmmaTile,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    rows, columns = x.shape[0], m.n if activation is None else m.n // 2
+    epilogue, constants = _epilogue(bias, residual, activation, scale)
+    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": m.spec.group_size}
+    stages, shared = tile.stages(m.spec.group_size)
+    constants |= {"BM": tile.bm, "WN": tile.wn, "WK": tile.wk, "STAGES": stages}
+    return launch(
+        "qmm/qmm_wgmma.cuh",
+        "qrun::QmmWgmma<T, S, GROUP, BM, WN, WK, STAGES>{x, sums, w, scales, biases, x_shape[0], "
+        f"w_shape[0], w_shape[1] * 8, x_shape[1], sums_shape[1]}}.run({epilogue});",
+        {"x": x, "sums": sums, **matrix(m), "bias": bias, "residual": residual},
+        {"y": ((rows, columns), x.dtype)},
+        constants,
+        (ceil_div(rows, tile.bm), ceil_div(m.n, tile.bn), 1),
+        Shape(128 * tile.wn * tile.wk, 1, shared),
     )[0]

@@ -1,0 +1,76 @@
+// The warpgroup's matrix product of compute capability 9.0a. With ptx.cuh, the only asm in the tree.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace qrun {
+
+// Operand b: rows of 64 16-bit elements at `p` in shared memory (a multiple of 1024 bytes), chunk c of 16
+// bytes of row r at c ^ r % 8: the 128-byte swizzle. Step s of 16 k begins 32 bytes further each.
+__device__ __forceinline__ unsigned long long wgmma_rows(const void* p, int s) {
+  constexpr unsigned long long swizzle = 1ull << 62, eight_rows = 64ull << 32, unused = 1ull << 16;
+  return swizzle | eight_rows | unused | ((shared_address(p) + s * 32) & 0x3ffff) >> 4;
+}
+
+// Registers that the tensor cores will read or write are ready.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// All that was committed is done. The sums pass through, so that nothing reads them earlier.
+template <int COUNT>
+__device__ __forceinline__ void wgmma_wait(float (&d)[COUNT][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < COUNT; i++)
+    asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
+}
+
+// This thread's ordinary and cp.async writes to shared memory can be seen by the tensor cores (after the
+// block's barrier).
+__device__ __forceinline__ void fence_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+#define QRUN_D(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define QRUN_D8(i) \
+  QRUN_D(i), QRUN_D(i + 1), QRUN_D(i + 2), QRUN_D(i + 3), QRUN_D(i + 4), QRUN_D(i + 5), QRUN_D(i + 6), QRUN_D(i + 7)
+#define QRUN_R32                                                                                     \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define QRUN_R64                                                                                     \
+  QRUN_R32                                                                                           \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "    \
+  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define QRUN_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)
+
+// d (64, 8 * COUNT) = a (64, 16) @ b (16, 8 * COUNT) + (add ? d : 0), asynchronous. Warp i of the
+// warpgroup holds rows 16i .. of a and d, as in mma(): d[j] is its columns 8j .. 8j+7.
+#define QRUN_WGMMA(TYPE, NAME, COUNT, N, REGISTERS, OPERANDS, A0, A1, A2, A3, B, ADD)                   \
+  __device__ __forceinline__ void wgmma(float (&d)[COUNT][4], const unsigned (&a)[4],                 \
+                                        unsigned long long b, int add, TYPE) {                        \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; wgmma.mma_async.sync.aligned.m64n" N      \
+                 "k16.f32." NAME "." NAME " {" REGISTERS "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B     \
+                 ", p, 1, 1, 0; }"                                                                    \
+                 : OPERANDS                                                                           \
+                 : QRUN_A                                                                             \
+                 : "memory");                                                                         \
+  }
+#define QRUN_64 QRUN_D8(0)
+#define QRUN_128 QRUN_D8(0), QRUN_D8(8)
+QRUN_WGMMA(bf16, "bf16", 8, "64", QRUN_R32, QRUN_64, "%32", "%33", "%34", "%35", "%36", "%37")
+QRUN_WGMMA(f16, "f16", 8, "64", QRUN_R32, QRUN_64, "%32", "%33", "%34", "%35", "%36", "%37")
+QRUN_WGMMA(bf16, "bf16", 16, "128", QRUN_R64, QRUN_128, "%64", "%65", "%66", "%67", "%68", "%69")
+QRUN_WGMMA(f16, "f16", 16, "128", QRUN_R64, QRUN_128, "%64", "%65", "%66", "%67", "%68", "%69")
+#undef QRUN_D
+#undef QRUN_D8
+#undef QRUN_R32
+#undef QRUN_R64
+#undef QRUN_A
+#undef QRUN_64
+#undef QRUN_128
+#undef QRUN_WGMMA
+
+}  // namespace qrun
