@@ -43,7 +43,7 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
     special: bos_token, eos_token and the like. Raises UsageError where the template refuses.
     """
     # jinja2 costs 40 ms to import; a raw prompt need not pay it.
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -66,6 +66,11 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
         return environment.from_string(template).render(
             messages=list(messages), add_generation_prompt=True, **special
         )
+    except TemplateSyntaxError as error:
+        raise CheckpointError(
+            f"the model's chat template is broken: {error.message} (line {error.lineno})",
+            hint="--raw gives the prompt to the model as it is",
+        ) from None
     except Exception as error:  # a template is a program: anything may come out of it
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(

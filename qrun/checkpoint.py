@@ -18,7 +18,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from qrun.config import read_json
+from qrun.config import read_json, refuse_impostors
 from qrun.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -189,7 +189,9 @@ def read_header(path: Path) -> dict[str, Tensor]:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
             first = file.read(64)
-            _refuse_impostors(path, first, size)
+            refuse_impostors(path, first)
+            if size < 8:
+                raise CheckpointError(f"{path} is truncated: it has only {size} bytes", hint=_AGAIN)
             length = int.from_bytes(first[:8], "little")
             if length > size - 8:
                 raise CheckpointError(
@@ -212,19 +214,6 @@ def read_header(path: Path) -> dict[str, Tensor]:
     tensors = {n: _tensor(path, n, v, 8 + length) for n, v in header.items()}
     _check_extent(path, tensors, 8 + length, size)
     return tensors
-
-
-def _refuse_impostors(path: Path, first: bytes, size: int) -> None:
-    if size == 0:
-        raise CheckpointError(f"{path} is empty", hint=_AGAIN)
-    if first.startswith(b"version https://git-lfs"):
-        raise CheckpointError(
-            f"{path} is a git-lfs pointer, not the weights", hint="run: git lfs pull"
-        )
-    if first.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise CheckpointError(f"{path} is a web page, not the weights", hint=_AGAIN)
-    if size < 8:
-        raise CheckpointError(f"{path} is truncated: it has only {size} bytes", hint=_AGAIN)
 
 
 def _tensor(path: Path, name: str, value: Any, data: int) -> Tensor:

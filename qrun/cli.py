@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +18,7 @@ from qrun.errors import QrunError, UsageError
 EXIT_CODES = """\b
 Exit codes:
     0  done
-    1  an unexpected error (run again with --debug)
+    1  a file that cannot be written, or an unexpected error (see qrun --debug)
     2  wrong usage
     3  model not found
     4  bad checkpoint
@@ -33,13 +35,13 @@ Exit codes:
     epilog=EXIT_CODES,
 )
 @click.version_option(__version__, "--version", prog_name="qrun", message="%(prog)s %(version)s")
-@click.option("--debug", is_flag=True, help="Show a traceback on errors.")
+@click.option("--debug", is_flag=True, help="Show a traceback on errors. In front of a command.")
 def cli(debug: bool) -> None:
     """Run 4-bit language models at the speed of this machine's memory."""
 
 
 @cli.command(epilog=EXIT_CODES)
-@click.argument("model", envvar="QRUN_MODEL")
+@click.argument("model", envvar="QRUN_MODEL", type=click.Path())
 @click.option("-p", "--prompt", help="The prompt; - reads it from standard input.")
 @click.option(
     "--prompt-file",
@@ -210,10 +212,14 @@ def convert(
 
 
 @cli.command(epilog=EXIT_CODES)
-@click.argument("model", envvar="QRUN_MODEL", required=False)
+@click.argument("model", envvar="QRUN_MODEL", required=False, type=click.Path())
 @click.option("--kernels/--no-kernels", default=True, help="Measure the products alone.")
 @click.option(
-    "--group-size", type=int, default=64, show_default=True, help="Of the kernels' matrices."
+    "--group-size",
+    type=click.IntRange(32, 128),
+    default=64,
+    show_default=True,
+    help="Of the kernels' matrices.",
 )
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Per median.")
 @click.option(
@@ -282,7 +288,7 @@ def bench(
 
 
 @cli.command(epilog=EXIT_CODES)
-@click.argument("model", envvar="QRUN_MODEL")
+@click.argument("model", envvar="QRUN_MODEL", type=click.Path())
 @click.option(
     "-c", "--context", type=click.IntRange(1), help="Positions to plan memory for. Default: all."
 )
@@ -308,7 +314,9 @@ def inspect(model: str, context: int | None, as_json: bool) -> None:
 
 def main() -> None:
     """Run a command; turn every outcome into an exit code and at most two lines."""
-    debug, stdout = "--debug" in sys.argv[1:], sys.stdout
+    debug, stdout = sys.argv[1:2] == ["--debug"], sys.stdout
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)  # so that what cleans up on an interrupt also does here
     try:
         cli.main(standalone_mode=False)
         sys.stdout.flush()
@@ -324,16 +332,25 @@ def main() -> None:
         sys.exit(130)
     except QrunError as error:
         if debug:
-            raise
+            traceback.print_exc()
         _fail(str(error), error.hint, error.exit_code)
     except click.ClickException as error:
         _fail(error.format_message(), f"see {_command_path(error)} --help", error.exit_code)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        where = error.filename or "standard output"
+        _fail(f"{where}: {(error.strerror or str(error)).lower()}", None, 1)
     except Exception as error:
         if debug:
-            raise
+            traceback.print_exc()
         _fail(f"{type(error).__name__}: {error}", "--debug shows where: qrun --debug ...", 1)
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _reader_left() -> NoReturn:
@@ -362,7 +379,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{file} cannot be read as UTF-8 text: {error}") from None
-    if prompt is None and sys.stdin.isatty():
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):  # pyright: ignore
         raise UsageError(
             "no prompt", hint='give one: qrun generate MODEL -p "Why is the sky blue?"'
         )

@@ -10,6 +10,19 @@ from typing import Any, cast
 from qrun.errors import CheckpointError
 
 
+def refuse_impostors(path: Path, first: bytes) -> None:
+    """Raise for what a failed download leaves under a file's name; first: how the file begins."""
+    again = "download the file again"
+    if not first:
+        raise CheckpointError(f"{path} is empty", hint=again)
+    if first.startswith(b"version https://git-lfs"):
+        raise CheckpointError(
+            f"{path} is a git-lfs pointer, not the file", hint="run: git lfs pull"
+        )
+    if first.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise CheckpointError(f"{path} is a web page, not the file", hint=again)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError naming the file and the fault."""
     try:
@@ -18,6 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+    refuse_impostors(path, text[:64].encode())
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

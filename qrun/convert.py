@@ -26,6 +26,8 @@ from qrun.source import Source, read_folder
 
 Progress = Callable[[str, int, int], None]
 
+# What --force may delete: what a model folder is made of.
+_OURS = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 CHUNK = 1 << 22  # elements encoded at a time
 
 
@@ -104,7 +106,7 @@ def convert(
         quantized=sum(job.spec is not None and not job.keep for job in jobs),
         dense=sum(job.spec is None for job in jobs),
         formats=_formats(jobs),
-        notes=tuple(source.notes),
+        notes=(*source.notes, *_left_dense(jobs, wishes)),
     )
 
 
@@ -159,6 +161,24 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _left_dense(jobs: Sequence[Job], wishes: Wishes) -> list[str]:
+    """A note on matrices that the group size does not divide, so that nobody is surprised."""
+    group = wishes.group_size
+    if group is None:
+        return []
+    left = [
+        job.tensor
+        for job in jobs
+        if job.spec is None and len(job.tensor.shape) > 1 and job.tensor.width % group
+    ]
+    if not left:
+        return []
+    return [
+        f"{len(left)} matrices stay dense: groups of {group} do not divide "
+        f"{left[0].width}, the width of {left[0].name}"
+    ]
+
+
 def _check_target(src: Path, dst: Path, force: bool) -> None:
     inside = Path(os.path.realpath(src))
     if dst == inside or dst in inside.parents:
@@ -169,6 +189,11 @@ def _check_target(src: Path, dst: Path, force: bool) -> None:
         raise UsageError(f"{dst}: exists already", hint="give another name, or --force")
     if not dst.is_dir() or (any(dst.iterdir()) and not (dst / "config.json").is_file()):
         raise UsageError(f"{dst}: not a model's folder, so --force does not replace it")
+    for path in sorted(dst.iterdir()):
+        if path.is_dir() or path.suffix not in _OURS:
+            raise UsageError(
+                f"{dst}: {path.name} is no part of a model, so --force does not replace the folder"
+            )
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def generate(
     system: str | None = None,
     raw: bool = False,
     max_tokens: int = DEFAULT_MAX_TOKENS,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     sampling: Sampling | None = None,
 ) -> Generation:
     """The whole text at once. Arguments and errors as `stream`."""
@@ -101,7 +101,7 @@ def stream(
     system: str | None = None,
     raw: bool = False,
     max_tokens: int = DEFAULT_MAX_TOKENS,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     sampling: Sampling | None = None,
 ) -> Iterator[Piece]:
     """Generate text piece by piece; the last piece carries the Generation.
@@ -111,8 +111,9 @@ def stream(
     are not part of it. Never splits a character, never prints part of a stop string.
     Raises UsageError, PromptTooLongError, NonFiniteError.
     """
-    if max_tokens < 0:
+    if not isinstance(max_tokens, int) or max_tokens < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"max_tokens must be 0 or more, but is {max_tokens}")
+    stops = [stop] if isinstance(stop, str) else list(stop)
     ids = encode_prompt(model, prompt, system=system, raw=raw)
     if len(ids) >= model.context:
         raise PromptTooLongError(
@@ -120,7 +121,7 @@ def stream(
             "and one must be left to generate"
         )
     room = min(max_tokens, model.context - len(ids))
-    return _run(model, ids, room, StopFinder(stop), sampling or Sampling())
+    return _run(model, ids, room, StopFinder(stops), sampling or Sampling())
 
 
 def encode_prompt(
@@ -128,7 +129,12 @@ def encode_prompt(
 ) -> list[int]:
     """Token ids of any form of prompt."""
     vocab = model.tokenizer.size
+    for name, text in (("prompt", prompt), ("system message", system)):
+        if isinstance(text, str) and not _is_text(text):
+            raise UsageError(f"the {name} is not UTF-8 text")
     if isinstance(prompt, str):
+        if not prompt.strip():
+            raise UsageError("the prompt is empty")
         if raw:
             if system is not None:
                 raise UsageError("a raw prompt takes no system message")
@@ -137,6 +143,8 @@ def encode_prompt(
             ids = model.tokenizer.encode_chat(
                 _messages(system, [{"role": "user", "content": prompt}])
             )
+    elif isinstance(prompt, bytes) or not isinstance(prompt, Sequence):  # pyright: ignore
+        raise UsageError("a prompt is a text, a list of messages, or a list of token ids")
     elif all(isinstance(item, int) for item in prompt):
         ids = [item for item in prompt if isinstance(item, int)]
         for token in ids:
@@ -148,6 +156,15 @@ def encode_prompt(
     if not ids:
         raise UsageError("the prompt is empty")
     return ids
+
+
+def _is_text(text: str) -> bool:
+    """False for what Python makes of a command line's bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _messages(system: str | None, rest: list[Message]) -> list[Message]:
@@ -180,8 +197,10 @@ def _run(
                 first = time.perf_counter()
             if value < 0:
                 raise NonFiniteError(
-                    f"the model's logits are not finite after {n} tokens ({model.dtype})",
-                    hint="try --dtype float32 or bfloat16",
+                    f"the model's logits are not finite after {n} token{'s' * (n != 1)}",
+                    hint="the weights may be damaged"
+                    if model.dtype == mx.float32
+                    else "this may be overflow: try --dtype float32",
                 )
             if value in model.eos:
                 reason = "stop"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qrun.checkpoint import INDEX, SINGLE
 from qrun.config import read_json
-from qrun.errors import CheckpointError, ModelNotFoundError
+from qrun.errors import CheckpointError, ModelNotFoundError, UsageError
 
 # Only what a run needs. Never code.
 PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model"]
@@ -21,7 +21,11 @@ def locate(model: str | os.PathLike[str], *, revision: str | None = None) -> Pat
 
     Raises ModelNotFoundError if there is no such folder or repository.
     """
+    if not os.fspath(model):
+        raise UsageError("no model given")
     path = Path(model).expanduser()
+    if path == Path():
+        path = path.resolve()  # so that messages name a folder, not "."
     if path.is_dir():
         return path
     if path.is_file():

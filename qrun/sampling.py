@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,17 +40,20 @@ class Sampling:
             if not ok:
                 raise UsageError(text)
 
-        need(self.temperature >= 0, f"temperature must be 0 or more, but is {self.temperature}")
-        need(math.isfinite(self.temperature), "temperature must be finite")
+        need(
+            self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
+            f"temperature must be 0, or lie in 1e-6 .. 1e6, but is {self.temperature}",
+        )
         need(self.top_k >= 0, f"top_k must be 0 or more, but is {self.top_k}")
         need(0 < self.top_p <= 1, f"top_p must lie in (0, 1], but is {self.top_p}")
         need(0 <= self.min_p <= 1, f"min_p must lie in [0, 1], but is {self.min_p}")
         need(
-            0 < self.repetition_penalty < math.inf,
-            f"repetition_penalty must be positive, but is {self.repetition_penalty}",
+            1e-6 <= self.repetition_penalty <= 1e6,
+            f"repetition_penalty must lie in 1e-6 .. 1e6, but is {self.repetition_penalty}",
         )
         for name in ("presence_penalty", "frequency_penalty"):
-            need(math.isfinite(getattr(self, name)), f"{name} must be finite")
+            value = getattr(self, name)
+            need(abs(value) <= 1e6, f"{name} must lie in -1e6 .. 1e6, but is {value}")
         need(
             self.seed is None or 0 <= self.seed < 1 << 64,
             f"seed must lie in 0 .. 2**64-1, but is {self.seed}",
@@ -68,8 +70,10 @@ class Sampler:
         for token, value in s.logit_bias.items():
             if not 0 <= token < vocab:
                 raise UsageError(f"logit_bias: token {token} is not in 0 .. {vocab - 1}")
-            if not math.isfinite(value):
-                raise UsageError(f"logit_bias of token {token} must be finite, but is {value}")
+            if not abs(value) <= 1e6:
+                raise UsageError(
+                    f"logit_bias of token {token} must lie in -1e6 .. 1e6, but is {value}"
+                )
         self.bias: mx.array | None = None
         if s.logit_bias:
             bias = np.zeros(vocab, np.float32)

@@ -103,6 +103,12 @@ def read_folder(path: Path) -> Source:
             )
     config.pop("auto_map", None)  # names Python files, which are never copied
     found = Checkpoint(path).tensors
+    packed = next((n for n in found if n.endswith(".scales")), None)
+    if packed:
+        raise CheckpointError(
+            f"{path}: already quantized ({packed})",
+            hint="convert the float checkpoint it was made from",
+        )
     if config.get("tie_word_embeddings") is True:
         found.pop("lm_head.weight", None)
     files = {file: _map(file) for file in {t.file for t in found.values()}}

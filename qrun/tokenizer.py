@@ -10,7 +10,7 @@ from typing import Any, cast
 import tokenizers
 
 from qrun.chat import Message, find_template, render
-from qrun.config import read_json
+from qrun.config import read_json, refuse_impostors
 from qrun.errors import CheckpointError, UsageError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -34,6 +34,8 @@ class Tokenizer:
         try:
             self.inner: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
+            with path.open("rb") as file:
+                refuse_impostors(path, file.read(64))
             raise CheckpointError(f"{path} cannot be used: {str(error).splitlines()[0]}") from None
         settings = folder / "tokenizer_config.json"
         config = read_json(settings) if settings.exists() else {}

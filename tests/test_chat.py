@@ -50,7 +50,6 @@ def test_case_11_exactly_one_bos(tmp_path: Path) -> None:
     [
         "{{ raise_exception('only pairs of turns') }}",
         "{{ messages[0].content.missing.deeper }}",
-        "{% if %}",
         "{{ 1 / 0 }}",
         "{% for x in range(10**9) %}{{ x }}{% endfor %}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -62,6 +61,11 @@ def test_case_11_a_failing_template_is_one_line(template: str) -> None:
     assert "\n" not in str(caught.value)
     assert caught.value.hint is not None
     assert "--raw" in caught.value.hint
+
+
+def test_a_template_that_is_no_template_is_a_bad_checkpoint() -> None:
+    with pytest.raises(CheckpointError, match="chat template is broken: .* \\(line 1\\)"):
+        render("{% if %}", HELLO, SPECIAL)
 
 
 def test_raise_exception_keeps_its_message() -> None:

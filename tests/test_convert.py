@@ -790,6 +790,18 @@ def test_force_does_not_delete_other_things(folder: Path, tmp_path: Path) -> Non
     for target in (folder, tmp_path):
         with pytest.raises(UsageError, match="holds the source"):
             convert(folder, target, force=True)
+    # A config.json alone makes no model folder: any web project has one.
+    project = tmp_path / "project"
+    (project / "src").mkdir(parents=True)
+    (project / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="src is no part of a model"):
+        convert(folder, project, force=True)
+    assert (project / "src").is_dir()
+
+
+def test_matrices_that_a_group_does_not_divide_are_told(folder: Path, tmp_path: Path) -> None:
+    report = convert(folder, tmp_path / "out", group_size=128)
+    assert (report.dense > 0) == any("groups of 128 do not divide" in n for n in report.notes)
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])

@@ -16,7 +16,15 @@ from tests.conftest import ROOT
 # What lies below tests/ops and belongs to no op.
 HELPERS = {"__init__", "cuda_sources", "matrices", "metal_support", "reference"}
 # What a backend, or all ops together, add to an op's own test.
-MORE = {"cpu_layer", "cpu_products", "cuda_compiles", "formats", "layer_metal", "registers_metal"}
+MORE = {
+    "cpu_layer",
+    "cpu_products",
+    "cuda",
+    "cuda_compiles",
+    "formats",
+    "layer_metal",
+    "registers_metal",
+}
 
 
 def tracked() -> list[Path]:

@@ -251,8 +251,9 @@ def qmm(
         return _plain(x, m, norm, bias, residual, activation, scale)
     tile = qmm_tile(x.shape[0], m.n, m.spec.group_size)
     prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
-    product = _qmm_wgmma if isinstance(tile, WgmmaTile) else _qmm_mma
-    return product(prepared, sums, m, tile, bias, residual, activation, scale)
+    if isinstance(tile, WgmmaTile):
+        return _qmm_wgmma(prepared, sums, m, tile, bias, residual, activation, scale)
+    return _qmm_mma(prepared, sums, m, tile, bias, residual, activation, scale)
 
 
 def _prepare(x: mx.array, norm: Norm | None, group: int, bm: int) -> list[mx.array]:
