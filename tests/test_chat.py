@@ -64,7 +64,7 @@ def test_case_11_a_failing_template_is_one_line(template: str) -> None:
 
 
 def test_a_template_that_is_no_template_is_a_bad_checkpoint() -> None:
-    with pytest.raises(CheckpointError, match="chat template is broken: .* \\(line 1\\)"):
+    with pytest.raises(CheckpointError, match=r"chat template is broken: .* \(line 1\)"):
         render("{% if %}", HELLO, SPECIAL)
 
 
