@@ -130,11 +130,13 @@ def qmv_tile(rows: int, n: int, k: int, group: int) -> QmvTile:
         take = 1
     if passes > 1 and steps // take > 8:  # the rows of x take registers too
         take = min(take, 2)
+    if steps // take > 16:  # a long k: two blocks of smaller takes hide more (4096x14336: 13.9 us
+        take = min(take, 2)  # against 15.2)
     takes = steps // take
     most = 8 if group == 32 and passes > 2 else 16
     warps = ceil_div(takes, ceil_div(takes, most))
     tiles = ceil_div(n, 16)
-    blocks = 2 if warps <= 8 or (passes == 1 and take < 4) else 1
+    blocks = 2 if warps <= 8 or (rows == 1 and take < 4) else 1
     if passes > 2 or tiles <= SMS:
         blocks = 1
     return QmvTile(warps, blocks, take)
