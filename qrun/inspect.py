@@ -20,12 +20,13 @@ from qrun.cache import CacheSpec
 from qrun.chat import render
 from qrun.checkpoint import INDEX, Tensor, check_index, mlx_type, read_header, weight_files
 from qrun.config import Config
+from qrun.declared import Declared
 from qrun.errors import CheckpointError, QrunError
 from qrun.hub import locate
 from qrun.loader import default_dtype, grouped, read_config, stop_tokens
 from qrun.quantization import Quantization
 from qrun.tokenizer import Tokenizer
-from qrun.weights import Declared, Weights
+from qrun.weights import Weights
 
 
 @dataclass(frozen=True)

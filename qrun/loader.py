@@ -17,12 +17,13 @@ import mlx.core as mx
 from qrun.cache import Cache, CacheSpec
 from qrun.checkpoint import Checkpoint, Tensor
 from qrun.config import Config, read_json
+from qrun.declared import Declared
 from qrun.errors import CheckpointError, UsageError
 from qrun.hub import locate
 from qrun.ops import _launch
 from qrun.paths import MODELS
 from qrun.tokenizer import Tokenizer
-from qrun.weights import Declared, Weights
+from qrun.weights import Weights
 
 # model_type of config.json -> the file in models/, where the names differ
 ALIASES = {"gemma3": "gemma3_text", "mistral": "llama"}

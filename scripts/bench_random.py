@@ -15,9 +15,10 @@ import mlx.core as mx
 from qrun.bench import bench_model
 from qrun.checkpoint import Tensor
 from qrun.config import Config
+from qrun.declared import Declared
 from qrun.loader import LoadedModel, model_file
 from qrun.report import table
-from qrun.weights import Declared, Weights
+from qrun.weights import Weights
 
 GROUP = 64
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from qrun.config import Config
+from qrun.declared import Declared
 from qrun.errors import CheckpointError
 from qrun.layers import Embedding, Linear, QuantizedLinear
 from qrun.loader import LoadedModel, load
 from qrun.quantization import Quantization, dequantize_ref, e4m3, infer, pack, unpack
-from qrun.weights import Declared
 from tests import reference, tiny, zoo
 from tests.test_models import TOLERANCE, run
 
