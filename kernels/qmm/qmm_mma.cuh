@@ -51,7 +51,8 @@ struct QmmMma {
   __device__ __forceinline__ void fetch(int stage) const {
     char* to = shared_memory() + stage % STAGES * STAGE;
     const int k0 = stage * RUN * WK;
-#pragma unroll
+// Two copies at a time: all of them, unrolled, spill registers at TM = 64.
+#pragma unroll 2
     for (int first = 0; first < WK * BM * 8; first += THREADS) {
       const int i = first + threadIdx.x;
       if (WK * BM * 8 % THREADS && i >= WK * BM * 8) break;
@@ -61,7 +62,7 @@ struct QmmMma {
       copy_async(to + ((run * BM + row) * 8 + (c ^ row % 8)) * 16, from, valid);
     }
     to += X_BYTES;
-#pragma unroll
+#pragma unroll 2
     for (int first = 0; first < WK * BN * 2; first += THREADS) {
       const int i = first + threadIdx.x;
       if (WK * BN * 2 % THREADS && i >= WK * BN * 2) break;
@@ -71,7 +72,7 @@ struct QmmMma {
       copy_async(to + ((run * BN + row) * 2 + (c ^ row / 4 % 2)) * 16, from, valid);
     }
     to += W_BYTES;
-#pragma unroll
+#pragma unroll 2
     for (int first = 0; first < WK * UNITS * BM / 4; first += THREADS) {
       const int i = first + threadIdx.x;
       if (WK * UNITS * BM / 4 % THREADS && i >= WK * UNITS * BM / 4) break;
