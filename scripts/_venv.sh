@@ -7,9 +7,9 @@ PYTHON=${PYTHON:-python3}
 
 venv() {
   local dir=$1 spec=$2 stamp
-  # An editable install sees changes of Python by itself; only sources that are built count then.
-  local sources="pyproject.toml kernels"
-  [[ $spec == -e* ]] || sources="$sources qrun models"
+  # An editable install sees changes of Python by itself: there only what is compiled counts.
+  local sources="pyproject.toml kernels qrun models"
+  [[ $spec == -e* ]] && sources="pyproject.toml $(find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt')"
   stamp=$({ echo "$spec"; "$PYTHON" --version; find $sources -type f ! -name '*.pyc' ! -name '*.so' \
     -print0 | LC_ALL=C sort -z | xargs -0 cat; } | cksum)
   if [[ -x $dir/bin/python && $(cat "$dir/qrun.stamp" 2>/dev/null) == "$stamp" ]]; then return; fi
