@@ -173,6 +173,16 @@ BROKEN: dict[str, tuple[dict[str, Any], Callable[[Path], None], str]] = {
     "no tokenizer": ({}, drop("tokenizer.json"), "has no tokenizer"),
     "broken config": ({}, replace_with("config.json", b'{"a": '), "config.json is not valid JSON"),
     "empty config": ({}, replace_with("config.json", b""), "config.json is empty"),
+    "lfs config": (
+        {},
+        replace_with("config.json", b"version https://git-lfs.github.com/spec/v1"),
+        "config.json is a git-lfs pointer",
+    ),
+    "html tokenizer": (
+        {},
+        replace_with("tokenizer.json", b"<!DOCTYPE html><html>"),
+        "tokenizer.json is a web page",
+    ),
     "binary config": ({}, replace_with("config.json", b"\xff\xfe{}"), "config.json cannot be read"),
     "config a list": ({}, replace_with("config.json", b"[]"), "must hold a JSON object"),
     "broken index": (
