@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import click
 
-from qrun import __version__, printing
+from qrun import __version__, printing, reading
 from qrun.errors import QrunError, UsageError
 
 EXIT_CODES = """\b
@@ -107,7 +107,7 @@ def generate(
     """
     if as_json and stream_json:
         raise UsageError("--json and --stream-json exclude each other")
-    text = _read_prompt(prompt, prompt_file)
+    text = reading.read_prompt(prompt, prompt_file)
     printing.show_warnings(not quiet)
 
     import qrun
@@ -125,7 +125,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
-        logit_bias=_parse_bias(logit_bias),
+        logit_bias=reading.parse_bias(logit_bias),
         seed=seed,
     )
     result = None
@@ -369,37 +369,6 @@ def _fail(message: str, hint: str | None, code: int) -> None:
 def _command_path(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     return context.command_path if context is not None else "qrun"
-
-
-def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    if prompt is not None and file is not None:
-        raise UsageError("--prompt and --prompt-file exclude each other")
-    if file is not None:
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{file} cannot be read as UTF-8 text: {error}") from None
-    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):  # pyright: ignore
-        raise UsageError(
-            "no prompt", hint='give one: qrun generate MODEL -p "Why is the sky blue?"'
-        )
-    if prompt is None or prompt == "-":
-        try:
-            return sys.stdin.buffer.read().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"standard input is not UTF-8 text: {error}") from None
-    return prompt
-
-
-def _parse_bias(entries: tuple[str, ...]) -> dict[int, float]:
-    bias: dict[int, float] = {}
-    for entry in entries:
-        token, _, value = entry.partition("=")
-        try:
-            bias[int(token)] = float(value)
-        except ValueError:
-            raise UsageError(f"--logit-bias takes ID=BIAS, not {entry!r}") from None
-    return bias
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""What the command line reads: the prompt, and options that hold more than one value."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from qrun.errors import UsageError
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise UsageError("--prompt and --prompt-file exclude each other")
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{file} cannot be read as UTF-8 text: {error}") from None
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):  # pyright: ignore
+        raise UsageError(
+            "no prompt", hint='give one: qrun generate MODEL -p "Why is the sky blue?"'
+        )
+    if prompt is None or prompt == "-":
+        try:
+            return sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"standard input is not UTF-8 text: {error}") from None
+    return prompt
+
+
+def parse_bias(entries: tuple[str, ...]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for entry in entries:
+        token, _, value = entry.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise UsageError(f"--logit-bias takes ID=BIAS, not {entry!r}") from None
+    return bias
