@@ -266,9 +266,11 @@ def test_case_18_memory_does_not_grow_with_every_token(backend: Any, tiny_folder
     held = []
     for _ in qrun.stream(model, IDS, max_tokens=240, sampling=Sampling(logit_bias={72: 1000.0})):
         held.append(mx.get_active_memory())
-    # One cache of 256 positions serves all steps: what a late step holds, an early one held.
+    # One cache of 256 positions serves all steps: what a late step holds, an early one held. The
+    # least of the late ones counts: the next step is under way and may hold its own for a moment.
+    # Anything kept a token would raise them all: a row of logits, 150 times, is 180 KB.
     assert len(held) > 200
-    assert max(held[200:]) <= max(held[10:50])
+    assert min(held[200:]) <= max(held[10:50])
 
 
 def test_results_say_what_happened(endless: LoadedModel) -> None:

@@ -47,7 +47,10 @@ def test_a_seeded_fault_is_caught(fault: Fault, order: str) -> None:
     found = [f for f in report if f.kind == fault.kind]
     assert found, caught.value
     if lines := marked(fault):
-        assert {f.where for f in found} & lines, caught.value
+        # An endless loop is stopped wherever it is, perhaps where the line is not known: then the
+        # finding names the file alone.
+        files = {line.split(":")[0] for line in lines} if fault.kind == "endless" else set[str]()
+        assert {f.where for f in found} & (lines | files), caught.value
     if fault.buffer:
         assert {f.buffer for f in found} == {fault.buffer}
     # What comes early may also find nothing there yet; no other kind may be reported.
