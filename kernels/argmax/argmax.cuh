@@ -13,16 +13,16 @@ __device__ __forceinline__ void better(float& value, int& index, float other, in
     value = other, index = at;
 }
 
-// logits (M, V), out (M,). A block of whole warps, at most 1024 threads, takes a row. Grid: M blocks.
+// logits (M, V), of which the first `limit` count; out (M,). A block of whole warps, at most 1024 threads, takes a row. Grid: M blocks.
 template <typename T>
-__device__ __forceinline__ void argmax(const T* logits, int* out, int v) {
+__device__ __forceinline__ void argmax(const T* logits, int* out, int v, int limit) {
   __shared__ float values[32];
   __shared__ int indices[32];
   logits += static_cast<long long>(blockIdx.x) * v;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float value = -3.4028235e38f;  // the smallest finite number; a thread without elements holds index v
-  int index = v;
-  for (int i = threadIdx.x; i < v; i += blockDim.x) {
+  float value = -3.4028235e38f;  // the smallest finite number; a thread without elements holds `limit`
+  int index = limit;
+  for (int i = threadIdx.x; i < limit; i += blockDim.x) {
     const float x = to_float(logits[i]);
     better(value, index, x, x - x == 0 ? i : -1);
   }
