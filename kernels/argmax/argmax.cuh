@@ -1,7 +1,7 @@
 // argmax: the first index of the largest logit of a row, -1 if one of them is NaN or infinite.
 #pragma once
 
-#include "../common/types.cuh"
+#include "../common/ptx.cuh"
 
 namespace qrun {
 
@@ -16,6 +16,8 @@ __device__ __forceinline__ void better(float& value, int& index, float other, in
 // logits (M, V), out (M,). A block of whole warps, at most 1024 threads, takes a row. Grid: M blocks.
 template <typename T>
 __device__ __forceinline__ void argmax(const T* logits, int* out, int v) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   __shared__ float values[32];
   __shared__ int indices[32];
   logits += static_cast<long long>(blockIdx.x) * v;
