@@ -48,15 +48,25 @@ def swiglu(gate_up: mx.array) -> mx.array:
 
 
 def argmax(logits: mx.array, limit: int) -> mx.array:
-    rows = logits.shape[0]
+    rows, threads = logits.shape[0], 256
+    parts = min(128, ceil_div(limit, 4 * threads))
+    values, indices = launch(
+        "argmax/argmax.cuh",
+        f"qrun::argmax_part(logits, values, indices, logits_shape[1], {limit});",
+        {"logits": logits},
+        {"values": ((rows, parts), mx.float32), "indices": ((rows, parts), mx.int32)},
+        {},
+        (parts, rows, 1),
+        Shape(threads),
+    )
     return launch(
         "argmax/argmax.cuh",
-        f"qrun::argmax(logits, out, logits_shape[1], {limit});",
-        {"logits": logits},
+        f"qrun::argmax_merge(values, indices, out, values_shape[1], {limit});",
+        {"values": values, "indices": indices},
         {"out": ((rows,), mx.int32)},
         {},
         (rows, 1, 1),
-        Shape(min(1024, ceil_div(limit, 32) * 32)),
+        Shape(min(128, ceil_div(parts, 32) * 32)),
     )[0]
 
 

@@ -88,6 +88,7 @@ def _rest() -> None:
         _cuda.rms_norm(mx.zeros((1, 64), dtype), mx.zeros(64, dtype), 1e-5)
         _cuda.rms_norm(mx.zeros((1, 63), dtype), mx.zeros(63, dtype), 1e-5)
         _cuda.swiglu(mx.zeros((1, 64), dtype))
+        _cuda.argmax(mx.zeros((1, 64), dtype), 64)
         for d in (20, 64, 80, 96, 128, 256):
             cache = mx.zeros((1, 2, 256, d), dtype)
             weight = mx.zeros(d, dtype)
