@@ -154,7 +154,7 @@ def decode_seconds(model: LoadedModel, context: int) -> tuple[float, int]:
     """Seconds of STEPS single tokens behind `context` others, and the bytes they must move."""
     cache = model.new_cache(context + STEPS + 1)
     sampler = Sampler(Sampling(), [], model.tokenizer.size)
-    token = sampler(prefill(model, prompt(model, context), cache))
+    token = prefill(model, prompt(model, context), cache, sampler)
     step = decode_step(model, cache, sampler)
     token = step(token)  # the first step may be traced
     token.item()

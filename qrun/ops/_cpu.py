@@ -18,6 +18,7 @@ from qrun.quantization import Quantization
 
 NAME = "cpu"
 QMV_ROWS = 8
+PREFILL_ROWS = 512
 MODES = ("affine", "mxfp4")  # with kernels; a matrix in another takes MLX's product
 
 rms_norm = _ext.rms_norm
@@ -25,6 +26,7 @@ swiglu = _ext.swiglu
 argmax = _ext.argmax
 sample = on_host
 gemm = _mlx.gemm
+once = enqueued
 
 
 def traced(step: Step) -> Step:

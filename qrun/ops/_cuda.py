@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from qrun.ops import _mlx
 from qrun.ops._cuda_product import qmm, qmv
-from qrun.ops._cuda_program import traced
+from qrun.ops._cuda_program import once, traced
 from qrun.ops._cuda_rows import argmax, embedding, rms_norm, rope, sdpa, swiglu
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
@@ -14,11 +14,13 @@ from qrun.quantization import Quantization
 
 __all__ = [
     "NAME",
+    "PREFILL_ROWS",
     "QMV_ROWS",
     "argmax",
     "embedding",
     "gemm",
     "has_kernel",
+    "once",
     "pack",
     "qmm",
     "qmv",
@@ -32,6 +34,7 @@ __all__ = [
 
 NAME = "cuda"
 QMV_ROWS = 16
+PREFILL_ROWS = 2048
 
 sample = on_device
 gemm = _mlx.gemm

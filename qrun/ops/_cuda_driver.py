@@ -188,6 +188,12 @@ def to_device(stream: Stream, device: int, host: int, size: int) -> None:
     )
 
 
+def write(stream: Stream, device: int, data: bytes) -> None:
+    """A copy from any host memory, done when this returns."""
+    stream.wait()
+    call("cuMemcpyHtoD_v2", ctypes.c_uint64(device), data, c_size_t(len(data)))
+
+
 def to_host(stream: Stream, host: int, device: int, size: int) -> None:
     """Enqueue a copy of `size` bytes into pinned host memory."""
     call(

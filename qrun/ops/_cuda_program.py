@@ -35,11 +35,12 @@ class NotRecordableError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Stands for an array while a step is recorded: a place in the program's memory."""
+    """Stands for an array while a step is recorded: a place in a block of the tape's memory."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
-    at: int  # bytes from the start of the memory
+    block: int
+    start: int = 0  # bytes from the start of the block
 
     @property
     def ndim(self) -> int:
@@ -52,6 +53,16 @@ class Slot:
     @property
     def nbytes(self) -> int:
         return self.size * self.dtype.size
+
+    def __getitem__(self, rows: object) -> Slot:
+        """Some of the rows."""
+        if not isinstance(rows, slice):
+            raise NotRecordableError("an index")
+        first, behind, step = rows.indices(self.shape[0])
+        if step != 1 or behind <= first:
+            raise NotRecordableError("a slice")
+        at = self.start + first * prod(self.shape[1:]) * self.dtype.size
+        return Slot((behind - first, *self.shape[1:]), self.dtype, self.block, at)
 
     def __getattr__(self, name: str) -> Any:
         raise NotRecordableError(name)
@@ -66,16 +77,16 @@ class _Launch:
 
 
 class Tape:
-    """What a step launches, in order, and the memory that its results need."""
+    """What a step launches, in order, and the blocks of memory that its results need."""
 
     def __init__(self) -> None:
         self.launches: list[_Launch] = []
-        self.size = 0
+        self.sizes: list[int] = []
 
     def slot(self, shape: tuple[int, ...], dtype: mx.Dtype) -> Slot:
         """A new place."""
-        made = Slot(tuple(shape), dtype, self.size)
-        self.size += -(-max(made.nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        made = Slot(tuple(shape), dtype, len(self.sizes))
+        self.sizes.append(-(-max(made.nbytes, 1) // ALIGNMENT) * ALIGNMENT)
         return made
 
     def run(
@@ -90,6 +101,46 @@ class Tape:
         made = [self.slot(shape, dtype) for shape, dtype in outputs]
         self.launches.append(_Launch(kernel, [*inputs, *made], numbers, grid))
         return cast(Arrays, made)
+
+    def placed(self, lasting: list[Slot]) -> tuple[list[int], int]:
+        """Where each block begins, and the bytes of all; what is read no more makes room.
+
+        lasting: what is not made or not last read by a launch. A launch writes only when the one
+        before it has ended, so a block may follow right upon the last reader of another.
+        """
+        kept = {slot.block for slot in lasting}
+        last = {
+            a.block: n
+            for n, each in enumerate(self.launches)
+            for a in each.arrays
+            if isinstance(a, Slot)
+        }
+        places = [-1] * len(self.sizes)
+        free: list[tuple[int, int]] = []  # size, place
+        end = 0
+
+        def place(block: int) -> None:
+            nonlocal end
+            size = self.sizes[block]
+            fit = min((f for f in free if f[0] >= size), default=None)
+            if fit is None:
+                places[block] = end
+                end += size
+                return
+            free.remove(fit)
+            places[block] = fit[1]
+            if fit[0] > size:
+                free.append((fit[0] - size, fit[1] + size))
+
+        for block in sorted(kept):
+            place(block)
+        for n, each in enumerate(self.launches):
+            used = {a.block for a in each.arrays if isinstance(a, Slot)} - kept
+            for block in sorted(used):
+                if places[block] < 0:
+                    place(block)
+            free += [(self.sizes[b], places[b]) for b in sorted(used) if last[b] == n]
+        return places, end
 
 
 def traced(step: Step) -> Step:
@@ -117,6 +168,18 @@ def traced(step: Step) -> Step:
     return run
 
 
+def once(step: Step) -> Step:
+    """The same for a step that runs a single time: launched as it is, without a graph."""
+
+    def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        try:
+            return Program(step, inputs, state, graph=False)(inputs), state
+        except (NotRecordableError, TypeError):
+            return enqueued(step)(inputs, state)
+
+    return run
+
+
 class Pending:
     """A small result of a replay under way."""
 
@@ -134,7 +197,7 @@ class Pending:
 class Program:
     """A recorded step. Replays follow each other on a stream of its own."""
 
-    def __init__(self, step: Step, inputs: Arrays, state: Arrays) -> None:
+    def __init__(self, step: Step, inputs: Arrays, state: Arrays, *, graph: bool = True) -> None:
         tape = Tape()
         self._inputs = [tape.slot(a.shape, a.dtype) for a in inputs]
         with run_by(tape.run):
@@ -142,32 +205,42 @@ class Program:
         if not all(isinstance(o, Slot) for o in outputs):
             raise NotRecordableError("outputs")
         self._outputs = cast(list[Slot], outputs)
-        self._memory = mx.zeros(tape.size, mx.uint8)
         self._small = [s for s in self._outputs if s.nbytes <= SMALL]
+        self._places, size = tape.placed(self._inputs + self._outputs)
+        self._memory = mx.zeros(size, mx.uint8)
         # Everything that a launch reads or writes outside the memory stays alive with the program.
         found = (a for each in tape.launches for a in each.arrays if isinstance(a, mx.array))
         self._held = list({id(a): mx.contiguous(a) for a in found}.items())
         mx.eval(self._memory, inputs, state, [a for _, a in self._held])
         mx.synchronize()
         self._base, *others = addresses([self._memory, *(a for _, a in self._held)])
-        where = {key: at for (key, _), at in zip(self._held, others, strict=True)}
+        self._where = {key: at for (key, _), at in zip(self._held, others, strict=True)}
         self._stream = driver.Stream()
         self._host = driver.Pinned(SLOTS * SMALL * (len(inputs) + len(self._small)))
         self._events = [driver.Event() for _ in range(SLOTS)]
         self._replays = 0
-        self._graph = driver.Graph(self._stream)
-        for each in tape.launches:
+        self._launches = tape.launches
+        self._graph = driver.Graph(self._stream) if graph else None
+        if self._graph is not None:
+            self._launch()
+            self._graph.end()
+
+    def _launch(self) -> None:
+        for each in self._launches:
             kernel = each.kernel
             self._stream.launch(
                 driver.function(kernel.cubin, kernel.name, kernel.shape.shared),
                 each.grid,
                 kernel.shape.threads,
                 kernel.shape.shared,
-                [self._base + a.at if isinstance(a, Slot) else where[id(a)] for a in each.arrays],
+                [self._at(a) if isinstance(a, Slot) else self._where[id(a)] for a in each.arrays],
                 each.numbers,
                 early=EARLY,
             )
-        self._graph.end()
+
+    def _at(self, slot: Slot) -> int:
+        """Its address on the device."""
+        return self._base + self._places[slot.block] + slot.start
 
     def __call__(self, inputs: Arrays) -> Arrays:
         """Enqueue a replay. Large outputs are copied, which waits for it."""
@@ -178,37 +251,40 @@ class Program:
         for slot, value in zip(self._inputs, inputs, strict=True):
             self._place(slot, value, host)
             host += SMALL
-        self._graph.launch()
-        made: list[Any] = []
-        for slot in self._outputs:
-            if slot not in self._small:
-                continue
-            driver.to_host(self._stream, host, self._base + slot.at, slot.nbytes)
-            made.append((slot, host))
-            host += SMALL
+        if self._graph is None:
+            self._launch()
+        else:
+            self._graph.launch()
         event = self._events[turn]
+        pending: dict[int, Pending] = {}
+        for slot in self._small:
+            driver.to_host(self._stream, host, self._at(slot), slot.nbytes)
+            pending[id(slot)] = Pending(self, slot, event, self._host.part(host, slot.nbytes))
+            host += SMALL
         event.record(self._stream)
-        pending = {
-            id(slot): Pending(self, slot, event, self._host.part(at, slot.nbytes))
-            for slot, at in made
-        }
-        return cast(Arrays, [pending.get(id(s)) or self._copied(s) for s in self._outputs])
+        return [cast(Any, pending.get(id(s))) or self._copied(s) for s in self._outputs]
 
     def _place(self, slot: Slot, value: Any, host: int) -> None:
         """An input into its place: on the device if a replay made it, else by way of the host."""
         if isinstance(value, Pending) and value.program is self:
-            to, origin = self._base + slot.at, self._base + value.slot.at
-            driver.on_device(self._stream, to, origin, slot.nbytes)
+            driver.on_device(self._stream, self._at(slot), self._at(value.slot), slot.nbytes)
             return
-        data = np.array(value)
-        self._host.part(host, slot.nbytes)[:] = data.tobytes()
-        driver.to_device(self._stream, self._base + slot.at, host, slot.nbytes)
+        if isinstance(value, Pending):
+            data = np.array([value.item()], np.int32)
+        else:
+            data = np.array(value.view(mx.uint8) if value.dtype == mx.bfloat16 else value)
+        if slot.nbytes <= SMALL:
+            self._host.part(host, slot.nbytes)[:] = data.tobytes()
+            driver.to_device(self._stream, self._at(slot), host, slot.nbytes)
+        else:
+            driver.write(self._stream, self._at(slot), data.tobytes())
 
     def _copied(self, slot: Slot) -> mx.array:
         """An output as an array of MLX that later replays leave alone."""
         self._stream.wait()
-        part = self._memory[slot.at : slot.at + slot.nbytes]
-        copy = mx.contiguous(part.view(slot.dtype).reshape(slot.shape) + 0)
+        start = self._places[slot.block] + slot.start
+        part = self._memory[start : start + slot.nbytes]
+        copy = part.view(slot.dtype).reshape(slot.shape) + 0
         mx.eval(copy)
         return copy
 
@@ -218,7 +294,8 @@ class Program:
             return  # never recorded
         driver.enter()
         self._stream.wait()
-        self._graph.destroy()
+        if self._graph is not None:
+            self._graph.destroy()
         for event in self._events:
             event.destroy()
         self._stream.destroy()

@@ -35,10 +35,14 @@ class Backend(Protocol):
     NAME: str
     # Products of more rows than this are qmm's.
     QMV_ROWS: int
+    # Rows of a prompt fed at a time: enough to be bound by arithmetic, few enough to stay small.
+    PREFILL_ROWS: int
 
     # A step whose arrays always have the same shapes, traced once and replayed. What it returns is
     # under way; a result may be no more than something with `item()` that the next step takes.
     traced: Callable[[Step], Step]
+    # The same for a step that runs a single time.
+    once: Callable[[Step], Step]
     # Whether matrices of a format run on kernels of its own, or a slower right way.
     has_kernel: Callable[[Quantization], bool]
     pack: Callable[[QuantizedMatrix], mx.array | None]

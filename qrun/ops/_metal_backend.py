@@ -18,11 +18,13 @@ from qrun.quantization import Quantization
 
 NAME = "metal"
 QMV_ROWS = _metal_geometry.MAX_ROWS
+PREFILL_ROWS = 512
 
 argmax = _mlx.argmax
 sample = on_device
 rms_norm = _metal.rms_norm
 gemm = _metal.gemm
+once = enqueued
 
 
 def traced(step: Step) -> Step:

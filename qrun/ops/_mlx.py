@@ -17,8 +17,10 @@ from qrun.quantization import Quantization
 
 NAME = "mlx"
 QMV_ROWS = 8
+PREFILL_ROWS = 512
 
 sample = on_device
+once = enqueued
 
 
 def traced(step: Step) -> Step:
