@@ -11,7 +11,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from qrun.ops import _metal, _metal_geometry, _mlx
-from qrun.ops._launch import Norm, Step
+from qrun.ops._launch import Norm, Step, enqueued
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
 from qrun.quantization import Quantization
@@ -26,7 +26,7 @@ gemm = _metal.gemm
 
 
 def traced(step: Step) -> Step:
-    return mx.compile(step)
+    return enqueued(mx.compile(step))
 
 
 def has_kernel(spec: Quantization) -> bool:
