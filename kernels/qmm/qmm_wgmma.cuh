@@ -121,7 +121,7 @@ struct QmmWgmma {
   __device__ __forceinline__ void run(const E& epilogue) {
     start_next_kernel();
     place();
-    const int all = runs(), group = threadIdx.x / 128;
+    const int all = runs();
     Piece next = load_piece(0);
     wait_for_previous_kernel();
     if (threadIdx.x == 0) {
