@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+from math import lcm
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from qrun.ops import _cuda_driver as driver
 from qrun.ops._cuda_launch import (
     Constant,
     Shape,
@@ -23,6 +26,15 @@ from qrun.ops.matrix import QuantizedMatrix
 ACTIVATIONS = {None: 0, "swiglu": 1, "geglu": 2}  # enum Activation of common/epilogue.cuh
 SMS = 132  # of an H100 or H200; elsewhere the grid only fits less well
 SHARED = 227 * 1024  # bytes of shared memory that the blocks of an SM share (sm_90)
+# Off until they have run on a GPU: so far only an emulator and the compiler have seen them.
+RING = False  # qmv_ring.cuh
+WGMMA = False  # qmm_wgmma.cuh
+
+
+@cache
+def generation() -> int:
+    """8: mma.sync and cp.async. 9: bulk copies and wgmma. 10 and later: bulk copies."""
+    return driver.compute_capability()[0]
 
 
 def _epilogue(
@@ -55,8 +67,108 @@ def qmv(
 ) -> mx.array:
     if not _tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
+    ring = None
+    if RING and generation() >= 9:
+        columns = x.shape[0] * (1 if norm is None else 2)
+        ring = ring_tile(columns, m.n, m.k, m.spec.group_size, m.scale_dtype.size)
+    if ring is not None:
+        return _qmv_ring(x, m, ring, norm, bias, residual, activation, scale)
     tile = qmv_tile(x.shape[0], m.n, m.k, m.spec.group_size)
     return _qmv(x, m, tile, norm, bias, residual, activation, scale)
+
+
+def _qmv_ring(
+    x: mx.array,
+    m: QuantizedMatrix,
+    tile: RingTile,
+    norm: Norm | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    rows = x.shape[0]
+    grid = min(ceil_div(m.n, 16), SMS)
+    weight, eps = norm or (None, 0.0)
+    epilogue, constants = _epilogue(bias, residual, activation, scale)
+    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": m.spec.group_size, "M": rows}
+    constants |= {"NORM": norm is not None, "PART": tile.part, "WARPS": tile.warps}
+    constants |= {"TEAMS": tile.teams, "TAKE": tile.take, "STAGES": tile.stages}
+    constants["G"] = mx.float32 if weight is None else weight.dtype
+    source = (
+        "qrun::QmvRing<T, S, GROUP, M, NORM, PART, WARPS, TEAMS, TAKE, STAGES>{x, w, scales, "
+        "biases, w_shape[0], x_shape[1]}"
+        f".run({pointer('norm', weight, 'G')}, {literal(eps)}, {epilogue});"
+    )
+    columns = m.n if activation is None else m.n // 2
+    fixed = tile.fixed(rows, rows * (1 if norm is None else 2), m.n, m.k, m.spec.group_size)
+    return launch(
+        "qmv/qmv_ring.cuh",
+        source,
+        {"x": x, **matrix(m), "norm": weight, "bias": bias, "residual": residual},
+        {"y": ((rows, columns), x.dtype)},
+        constants,
+        (grid, 1, 1),
+        Shape(
+            32 * tile.warps * tile.teams,
+            tile.blocks,
+            fixed + tile.stages * tile.stage(m.spec.group_size, m.scale_dtype.size),
+        ),
+    )[0]
+
+
+class RingTile(NamedTuple):
+    """Of qmv_ring.cuh: k of an item; warps of a team and teams of a block; steps that a warp takes
+    together; items under way; blocks that shall fit into an SM, those of the next kernel included.
+    """
+
+    part: int
+    warps: int
+    teams: int
+    take: int
+    stages: int
+    blocks: int
+
+    def stage(self, group: int, size: int) -> int:
+        """Bytes of an item's codes, scales and biases; size: of a scale."""
+        codes = ceil_div(self.part // 2, 128) * 128 + 64
+        return 16 * (codes + 2 * (self.part // group * size + 16))
+
+    def fixed(self, rows: int, columns: int, n: int, k: int, group: int) -> int:
+        """Bytes of shared memory besides the stages: barriers, x, sums; columns: of x."""
+        band = 8 * group // 128
+        sums = ceil_div(columns, band) * band
+        held = 0
+        if self.part < k:
+            tiles = ceil_div(n, 16)
+            held = ceil_div(tiles, min(tiles, SMS)) * rows * 64
+        norm = 0 if rows == columns else ceil_div(k, 256) * rows * 4
+        x = self.part * 2 * columns + self.part // group * sums * 4
+        return 128 + x + self.teams * self.warps * rows * 128 + held + norm + self.teams * rows * 4
+
+
+def ring_tile(columns: int, n: int, k: int, group: int, size: int) -> RingTile | None:
+    """None where K does not come in parts.
+
+    Few columns of x leave half of an SM to the next kernel.
+    """
+    unit = lcm(128, 16 // size * group)
+    parts = [p for p in range(unit, min(k, 3072) + 1, unit) if k % p == 0]
+    passes = ceil_div(columns, 8 * group // 128)
+    if not parts or passes > 8:  # that many sums do not fit into the registers
+        return None
+    part = parts[-1]
+    steps = part // 128
+    take = 2 if steps % 2 == 0 else 1
+    takes = steps // take
+    warps = ceil_div(takes, ceil_div(takes, 8))
+    teams = 2 if ceil_div(n, 16) * (k // part) > SMS and passes <= 2 else 1
+    blocks = 2 if columns <= 2 else 1
+    tile = RingTile(part, warps, teams, take, 2, blocks)
+    rows = columns  # at most: what is left over is little
+    left = SHARED // blocks - 1024 - tile.fixed(rows, columns, n, k, group)
+    stages = min(8, left // tile.stage(group, size))
+    return tile._replace(stages=stages) if stages >= 2 else None
 
 
 def _qmv(
@@ -195,34 +307,30 @@ class MmaTile(NamedTuple):
 
 
 class WgmmaTile(NamedTuple):
-    """Rows of x of a block of qmm_wgmma.cuh; its warpgroups over n, k, each with 64 rows of w."""
+    """Of qmm_wgmma.cuh: rows of x of a block; its warpgroups, each with 64 rows of w; runs
+    under way.
+    """
 
     bm: int
     wn: int
-    wk: int
+    stages: int
 
     @property
     def bn(self) -> int:
         return 64 * self.wn
 
-    def stages(self, group: int) -> tuple[int, int]:
-        """How many fit (four at most), and the bytes of shared memory."""
-        units = 64 // min(group, 64)
-        stage = self.wk * (self.bm * 128 + self.bn * 32 + units * self.bm * 4)
-        stage = ceil_div(stage, 1024) * 1024
-        count = min(4, (SHARED - 1024) // stage)
-        # The sums at the end take the stages' place; the place begins at a multiple of 1024.
-        return count, max(count * stage, self.wk * self.bm * (self.bn + 4) * 4) + 1024
+    @property
+    def shared(self) -> int:
+        """The sums at the end take the stages' place; the place begins at a multiple of 1024."""
+        stages = self.stages * self.bm * 256
+        return max(stages + 16 * self.stages, self.bm * (self.bn + 4) * 4) + 1024
 
 
-# Off: MLX's JIT compiles for sm_90, and wgmma needs sm_90a.
-WGMMA = False
-
-
-def qmm_tile(rows: int, n: int, group: int) -> MmaTile | WgmmaTile:
-    if not WGMMA or rows <= 32:
+def qmm_tile(rows: int, n: int, group: int, alike: bool = True) -> MmaTile | WgmmaTile:
+    """alike: scales are of x's type."""
+    if not WGMMA or generation() != 9 or rows <= 64 or not alike:
         return mma_tile(rows, n, group)
-    return WgmmaTile(64 if rows <= 64 else 128, 2, 1)
+    return WgmmaTile(128, 4, 6)
 
 
 def mma_tile(rows: int, n: int, group: int) -> MmaTile:
@@ -251,10 +359,11 @@ def qmm(
 ) -> mx.array:
     if not _tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
-    tile = qmm_tile(x.shape[0], m.n, m.spec.group_size)
-    prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
+    tile = qmm_tile(x.shape[0], m.n, m.spec.group_size, x.dtype == m.scale_dtype)
     if isinstance(tile, WgmmaTile):
-        return _qmm_wgmma(prepared, sums, m, tile, bias, residual, activation, scale)
+        arranged = _arrange(x, norm, tile.bm)
+        return _qmm_wgmma(arranged, x, m, tile, bias, residual, activation, scale)
+    prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
     return _qmm_mma(prepared, sums, m, tile, bias, residual, activation, scale)
 
 
@@ -273,6 +382,23 @@ def _prepare(x: mx.array, norm: Norm | None, group: int, bm: int) -> list[mx.arr
         (rows, 1, 1),
         Shape(min(512, ceil_div(pk, 256) * 32)),
     )
+
+
+def _arrange(x: mx.array, norm: Norm | None, bm: int) -> mx.array:
+    """x normed and arranged for wgmma, (runs of 128 k, 2, M up to bms, 64)."""
+    rows, k = x.shape
+    weight, eps = norm or (None, 0.0)
+    runs, pm = ceil_div(k, 128), ceil_div(rows, bm) * bm
+    return launch(
+        "qmm/qmm_arrange.cuh",
+        f"qrun::qmm_arrange(x, {pointer('norm', weight, 'G')}, {literal(eps)}, out, x_shape[1], "
+        f"(x_shape[0] + {bm - 1}) / {bm} * {bm});",
+        {"x": x, "norm": weight},
+        {"out": ((runs, 2, pm, 64), x.dtype)},
+        {"G": mx.float32 if weight is None else weight.dtype},
+        (rows, 1, 1),
+        Shape(min(512, ceil_div(runs * 16, 32) * 32)),
+    )[0]
 
 
 def _qmm_mma(
@@ -303,8 +429,8 @@ def _qmm_mma(
 
 
 def _qmm_wgmma(
-    x: mx.array,
-    sums: mx.array,
+    arranged: mx.array,
+    x: mx.array,  # for its number of rows
     m: QuantizedMatrix,
     tile: WgmmaTile,
     bias: mx.array | None,
@@ -314,16 +440,15 @@ def _qmm_wgmma(
 ) -> mx.array:
     rows, columns = x.shape[0], m.n if activation is None else m.n // 2
     epilogue, constants = _epilogue(bias, residual, activation, scale)
-    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": m.spec.group_size}
-    stages, shared = tile.stages(m.spec.group_size)
-    constants |= {"BM": tile.bm, "WN": tile.wn, "WK": tile.wk, "STAGES": stages}
+    constants |= {"T": x.dtype, "GROUP": m.spec.group_size}
+    constants |= {"BM": tile.bm, "WN": tile.wn, "STAGES": tile.stages}
     return launch(
         "qmm/qmm_wgmma.cuh",
-        "qrun::QmmWgmma<T, S, GROUP, BM, WN, WK, STAGES>{x, sums, w, scales, biases, x_shape[0], "
-        f"w_shape[0], w_shape[1] * 8, x_shape[1], sums_shape[1]}}.run({epilogue});",
-        {"x": x, "sums": sums, **matrix(m), "bias": bias, "residual": residual},
+        f"qrun::QmmWgmma<T, GROUP, BM, WN, STAGES>{{arranged, w, scales, biases, x_shape[0], "
+        f"w_shape[0], w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
+        {"x": x, "arranged": arranged, **matrix(m), "bias": bias, "residual": residual},
         {"y": ((rows, columns), x.dtype)},
         constants,
         (ceil_div(rows, tile.bm), ceil_div(m.n, tile.bn), 1),
-        Shape(128 * tile.wn * tile.wk, 1, shared),
+        Shape(128 * tile.wn, 1, tile.shared),
     )[0]

@@ -9,14 +9,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun.ops import _cuda
+from qrun.ops import _cuda, _cuda_product
 from qrun.ops._cuda_launch import Kernel, Output, run_by
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import MODES, Quantization
 
 
-def record() -> list[Kernel]:
-    """All instantiations that differ in registers or code; not every mix of scale types."""
+def record(generation: int) -> list[Kernel]:
+    """All instantiations that differ in registers or code; not every mix of scale types.
+
+    generation: the first number of the compute capability.
+    """
     found: dict[str, Kernel] = {}
 
     def note(
@@ -29,9 +32,18 @@ def record() -> list[Kernel]:
         found[kernel.name] = kernel
         return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
-    with run_by(note):
-        _products()
-        _rest()
+    names = ("generation", "RING", "WGMMA")
+    real = {name: getattr(_cuda_product, name) for name in names}
+    new = generation >= 9
+    for name, value in zip(names, (lambda: generation, new, new), strict=True):
+        setattr(_cuda_product, name, value)
+    try:
+        with run_by(note):
+            _products()
+            _rest()
+    finally:
+        for name, value in real.items():
+            setattr(_cuda_product, name, value)
     return list(found.values())
 
 
@@ -66,6 +78,14 @@ def _products() -> None:
             for rows in (1, 4, 8, 12, 16):  # one for each number of passes
                 x = mx.zeros((rows, m.k), dtype)
                 _cuda.qmv(x, m, **(none if dtype == f16 else all_behind(x)))
+                # qmv_ring wants K in parts of 512 and more, qmv.cuh takes the rest.
+                odd = _matrix(m.spec, scales, k=4096 + 128)
+                _cuda.qmv(mx.zeros((rows, odd.k), dtype), odd, **none)
+            tall = _matrix(m.spec, scales, 16 * 133, 1024)  # two teams a block
+            for rows in (1, 4, 8):
+                x = mx.zeros((rows, tall.k), dtype)
+                _cuda.qmv(x, tall, **(none | {"norm": (mx.zeros(tall.k, dtype), 1e-5)}))
+                _cuda.qmv(x, tall, **none)
             for rows in (17, 64, 128):
                 x = mx.zeros((rows, m.k), dtype)
                 _cuda.qmm(x, m, **(none if dtype == f16 else all_behind(x)))
