@@ -131,22 +131,6 @@ def qmv_cases() -> list[str]:
         m = matrix(n, k)
         for rows, candidates in tiles[k].items():
             x = mx.zeros((rows, k), mx.bfloat16)
-            ring = _cuda_product.ring_tile(rows, n, k, 64, 2)
-            if ring is not None:
-                out.append(
-                    case(
-                        f"qmv {n:5}x{k:<5} M {rows:2}",
-                        " ".join(
-                            f"{f} {v}"
-                            for f, v in zip(("ring", *ring._fields[1:]), ring, strict=True)
-                        ),
-                        lambda x=x, m=m, ring=ring: _cuda_product._qmv_ring(
-                            x, m, ring, None, None, None, None, 1.0
-                        ),
-                        2.0 * rows * n * k,
-                        f"{rows}, {n}, {k}, 64",
-                    )
-                )
             for tile in (_cuda_product.QmvTile(*t) for t in candidates):
                 out.append(
                     case(
@@ -167,11 +151,11 @@ def qmm_cases() -> list[str]:
     tiles: dict[int, tuple[Any, ...]] = {
         16: (mma(16, 1, 1, 8), mma(16, 4, 1, 2)),
         32: (mma(32, 1, 1, 8), mma(32, 4, 1, 2)),
-        64: (wgmma(64, 2, 6), wgmma(64, 4, 8), mma(64, 1, 1, 8)),
-        128: (wgmma(64, 2, 6), wgmma(64, 4, 8), wgmma(128, 4, 6)),
-        256: (wgmma(64, 4, 8), wgmma(128, 2, 3), wgmma(128, 4, 6)),
-        512: (wgmma(64, 4, 8), wgmma(128, 4, 6), wgmma(256, 2, 3)),
-        2048: (wgmma(128, 2, 3), wgmma(128, 4, 6), wgmma(256, 2, 3)),
+        64: (wgmma(64, 2, 6, 2), wgmma(64, 4, 8, 1), mma(64, 1, 1, 8)),
+        128: (wgmma(64, 2, 6, 2), wgmma(64, 4, 8, 1), wgmma(128, 4, 6, 1)),
+        256: (wgmma(64, 4, 8, 1), wgmma(128, 2, 3, 2), wgmma(128, 4, 6, 1)),
+        512: (wgmma(64, 4, 8, 1), wgmma(128, 4, 6, 1), wgmma(256, 2, 3, 1)),
+        2048: (wgmma(128, 2, 3, 2), wgmma(128, 4, 6, 1), wgmma(256, 2, 3, 1)),
     }
     out: list[str] = []
     for n, k in SHAPES:

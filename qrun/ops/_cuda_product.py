@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from math import lcm
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -26,14 +25,11 @@ from qrun.ops.matrix import QuantizedMatrix
 ACTIVATIONS = {None: 0, "swiglu": 1, "geglu": 2}  # enum Activation of common/epilogue.cuh
 SMS = 132  # of an H100 or H200; elsewhere the grid only fits less well
 SHARED = 227 * 1024  # bytes of shared memory that the blocks of an SM share (sm_90)
-# Off until they have run on a GPU: so far only an emulator and the compiler have seen them.
-RING = False  # qmv_ring.cuh
-WGMMA = False  # qmm_wgmma.cuh
 
 
 @cache
 def generation() -> int:
-    """8: mma.sync and cp.async. 9: bulk copies and wgmma. 10 and later: bulk copies."""
+    """The first number of the compute capability; 9 (Hopper) alone has wgmma."""
     return driver.compute_capability()[0]
 
 
@@ -67,108 +63,8 @@ def qmv(
 ) -> mx.array:
     if not _tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
-    ring = None
-    if RING and generation() >= 9:
-        columns = x.shape[0] * (1 if norm is None else 2)
-        ring = ring_tile(columns, m.n, m.k, m.spec.group_size, m.scale_dtype.size)
-    if ring is not None:
-        return _qmv_ring(x, m, ring, norm, bias, residual, activation, scale)
     tile = qmv_tile(x.shape[0], m.n, m.k, m.spec.group_size)
     return _qmv(x, m, tile, norm, bias, residual, activation, scale)
-
-
-def _qmv_ring(
-    x: mx.array,
-    m: QuantizedMatrix,
-    tile: RingTile,
-    norm: Norm | None,
-    bias: mx.array | None,
-    residual: mx.array | None,
-    activation: str | None,
-    scale: float,
-) -> mx.array:
-    rows = x.shape[0]
-    grid = min(ceil_div(m.n, 16), SMS)
-    weight, eps = norm or (None, 0.0)
-    epilogue, constants = _epilogue(bias, residual, activation, scale)
-    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": m.spec.group_size, "M": rows}
-    constants |= {"NORM": norm is not None, "PART": tile.part, "WARPS": tile.warps}
-    constants |= {"TEAMS": tile.teams, "TAKE": tile.take, "STAGES": tile.stages}
-    constants["G"] = mx.float32 if weight is None else weight.dtype
-    source = (
-        "qrun::QmvRing<T, S, GROUP, M, NORM, PART, WARPS, TEAMS, TAKE, STAGES>{x, w, scales, "
-        "biases, w_shape[0], x_shape[1]}"
-        f".run({pointer('norm', weight, 'G')}, {literal(eps)}, {epilogue});"
-    )
-    columns = m.n if activation is None else m.n // 2
-    fixed = tile.fixed(rows, rows * (1 if norm is None else 2), m.n, m.k, m.spec.group_size)
-    return launch(
-        "qmv/qmv_ring.cuh",
-        source,
-        {"x": x, **matrix(m), "norm": weight, "bias": bias, "residual": residual},
-        {"y": ((rows, columns), x.dtype)},
-        constants,
-        (grid, 1, 1),
-        Shape(
-            32 * tile.warps * tile.teams,
-            tile.blocks,
-            fixed + tile.stages * tile.stage(m.spec.group_size, m.scale_dtype.size),
-        ),
-    )[0]
-
-
-class RingTile(NamedTuple):
-    """Of qmv_ring.cuh: k of an item; warps of a team and teams of a block; steps that a warp takes
-    together; items under way; blocks that shall fit into an SM, those of the next kernel included.
-    """
-
-    part: int
-    warps: int
-    teams: int
-    take: int
-    stages: int
-    blocks: int
-
-    def stage(self, group: int, size: int) -> int:
-        """Bytes of an item's codes, scales and biases; size: of a scale."""
-        codes = ceil_div(self.part // 2, 128) * 128 + 64
-        return 16 * (codes + 2 * (self.part // group * size + 16))
-
-    def fixed(self, rows: int, columns: int, n: int, k: int, group: int) -> int:
-        """Bytes of shared memory besides the stages: barriers, x, sums; columns: of x."""
-        band = 8 * group // 128
-        sums = ceil_div(columns, band) * band
-        held = 0
-        if self.part < k:
-            tiles = ceil_div(n, 16)
-            held = ceil_div(tiles, min(tiles, SMS)) * rows * 64
-        norm = 0 if rows == columns else ceil_div(k, 256) * rows * 4
-        x = self.part * 2 * columns + self.part // group * sums * 4
-        return 128 + x + self.teams * self.warps * rows * 128 + held + norm + self.teams * rows * 4
-
-
-def ring_tile(columns: int, n: int, k: int, group: int, size: int) -> RingTile | None:
-    """None where K does not come in parts.
-
-    Few columns of x leave half of an SM to the next kernel.
-    """
-    unit = lcm(128, 16 // size * group)
-    parts = [p for p in range(unit, min(k, 3072) + 1, unit) if k % p == 0]
-    passes = ceil_div(columns, 8 * group // 128)
-    if not parts or passes > 8:  # that many sums do not fit into the registers
-        return None
-    part = parts[-1]
-    steps = part // 128
-    take = 2 if steps % 2 == 0 else 1
-    takes = steps // take
-    warps = ceil_div(takes, ceil_div(takes, 8))
-    teams = 2 if ceil_div(n, 16) * (k // part) > SMS and passes <= 2 else 1
-    blocks = 2 if columns <= 2 else 1
-    tile = RingTile(part, warps, teams, take, 2, blocks)
-    rows = columns  # at most: what is left over is little
-    left = SHARED // blocks - 1024 - tile.fixed(rows, columns, n, k, group)
-    stages = min(8, left // tile.stage(group, size))
-    return tile._replace(stages=stages) if stages >= 2 else None
 
 
 def _qmv(
@@ -308,12 +204,13 @@ class MmaTile(NamedTuple):
 
 class WgmmaTile(NamedTuple):
     """Of qmm_wgmma.cuh: rows of x of a block; its warpgroups, each with 64 rows of w; runs
-    under way.
+    under way; blocks that an SM shall hold.
     """
 
     bm: int
     wn: int
     stages: int
+    blocks: int
 
     @property
     def bn(self) -> int:
@@ -327,10 +224,18 @@ class WgmmaTile(NamedTuple):
 
 
 def qmm_tile(rows: int, n: int, group: int, alike: bool = True) -> MmaTile | WgmmaTile:
-    """alike: scales are of x's type."""
-    if not WGMMA or generation() != 9 or rows <= 64 or not alike:
+    """alike: scales are of x's type.
+
+    The tallest of the tiles that gives most SMs a block (kernels/qmm/README.md has their times).
+    Few rows are better off with mma.sync, whose warps can split K, unless w is long.
+    """
+    tall = ceil_div(n, 128)
+    if generation() != 9 or not alike or (rows <= 64 and tall < 96):
         return mma_tile(rows, n, group)
-    return WgmmaTile(128, 4, 6)
+    for tile in (WgmmaTile(256, 2, 3, 1), WgmmaTile(128, 2, 3, 2)):
+        if rows > tile.bm // 2 and tall * ceil_div(rows, tile.bm) >= 96:
+            return tile
+    return WgmmaTile(64, 2, 6, 2)
 
 
 def mma_tile(rows: int, n: int, group: int) -> MmaTile:
@@ -450,5 +355,5 @@ def _qmm_wgmma(
         {"y": ((rows, columns), x.dtype)},
         constants,
         (ceil_div(rows, tile.bm), ceil_div(m.n, tile.bn), 1),
-        Shape(128 * tile.wn, 1, tile.shared),
+        Shape(128 * tile.wn, tile.blocks, tile.shared),
     )[0]

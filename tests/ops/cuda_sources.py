@@ -32,18 +32,14 @@ def record(generation: int) -> list[Kernel]:
         found[kernel.name] = kernel
         return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
-    names = ("generation", "RING", "WGMMA")
-    real = {name: getattr(_cuda_product, name) for name in names}
-    new = generation >= 9
-    for name, value in zip(names, (lambda: generation, new, new), strict=True):
-        setattr(_cuda_product, name, value)
+    real = _cuda_product.generation
+    _cuda_product.generation = lambda: generation
     try:
         with run_by(note):
             _products()
             _rest()
     finally:
-        for name, value in real.items():
-            setattr(_cuda_product, name, value)
+        _cuda_product.generation = real
     return list(found.values())
 
 
@@ -78,17 +74,12 @@ def _products() -> None:
             for rows in (1, 4, 8, 12, 16):  # one for each number of passes
                 x = mx.zeros((rows, m.k), dtype)
                 _cuda.qmv(x, m, **(none if dtype == f16 else all_behind(x)))
-                # qmv_ring wants K in parts of 512 and more, qmv.cuh takes the rest.
-                odd = _matrix(m.spec, scales, k=4096 + 128)
-                _cuda.qmv(mx.zeros((rows, odd.k), dtype), odd, **none)
-            tall = _matrix(m.spec, scales, 16 * 133, 1024)  # two teams a block
-            for rows in (1, 4, 8):
-                x = mx.zeros((rows, tall.k), dtype)
-                _cuda.qmv(x, tall, **(none | {"norm": (mx.zeros(tall.k, dtype), 1e-5)}))
-                _cuda.qmv(x, tall, **none)
             for rows in (17, 64, 128):
                 x = mx.zeros((rows, m.k), dtype)
                 _cuda.qmm(x, m, **(none if dtype == f16 else all_behind(x)))
+            long = _matrix(m.spec, scales, 128 * 96, 128)
+            for rows in (40, 100, 200):  # one for each tile of qmm_wgmma.cuh
+                _cuda.qmm(mx.zeros((rows, 128), dtype), long, **none)
             _cuda.qmm(
                 mx.zeros((40, m.k), dtype), _matrix(m.spec, scales, 32 * 4 * 132, 128), **none
             )
