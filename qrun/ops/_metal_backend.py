@@ -1,17 +1,21 @@
 """The Metal backend: the ops of `_metal` in the form that `_launch` asks for.
 
-Which geometry multiplies is decided by the table in `_metal_geometry`; `_metal_tune` can time the
-candidates of a shape against MLX's own product on the chip at hand.
+What multiplies is decided by timings on the chip at hand (`_metal_tune`), where there are none by
+the table in `_metal_geometry`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import mlx.core as mx
 
-from qrun.ops import _metal, _metal_geometry, _mlx
+from qrun.ops import _metal, _metal_geometry, _metal_tune, _mlx
 from qrun.ops._launch import Norm, Step
+from qrun.ops._metal_candidates import Shape
+from qrun.ops._metal_timings import Timings
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
 from qrun.quantization import Quantization
@@ -37,12 +41,48 @@ def pack(m: QuantizedMatrix) -> mx.array | None:
     return None
 
 
-def qmv(x: mx.array, m: QuantizedMatrix, *, norm: Norm | None, **behind: Any) -> mx.array:
-    return _metal.qmv(x, cast(Any, m), norm=norm, **behind)
+@cache
+def timings() -> Timings:
+    """This process's. Empty, so that the table decides, until a load asks for more."""
+    return Timings.here()
 
 
-def qmm(x: mx.array, m: QuantizedMatrix, *, norm: Norm | None, **behind: Any) -> mx.array:
-    return _metal.qmm(x, cast(Any, m), norm=norm, **behind)
+TUNED_ROWS = (1, 512)  # of decode, and of a whole chunk of a prompt
+
+
+def tune(
+    step: Callable[[int], object], *, again: bool = False, show: Callable[[str], None]
+) -> list[str]:
+    """Time what multiplies in a model. step(rows) asks for all its products, result unused."""
+    known = timings()
+    known.read()
+    with known.listening() as wanted:
+        for rows in TUNED_ROWS:
+            step(rows)
+    return _metal_tune.tune(wanted, known, again=again, traced=traced, show=show)
+
+
+def qmv(
+    x: mx.array,
+    m: QuantizedMatrix,
+    *,
+    norm: Norm | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    packed = cast(Any, m)
+    shape = Shape(x.shape[0], packed, x.dtype, norm, bias, residual is not None, activation, scale)
+    known = timings()
+    if known.wanted is not None:
+        known.wanted.setdefault(shape.key, []).append(shape)
+    return known.product(shape)(
+        x, packed, norm=norm, bias=bias, residual=residual, activation=activation, scale=scale
+    )
+
+
+qmm = qmv  # the candidates know which is which
 
 
 def swiglu(gate_up: mx.array) -> mx.array:
