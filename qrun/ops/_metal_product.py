@@ -179,18 +179,18 @@ def gemm_call(
     tile: geometry.Tile | None = None,
     by_rows: bool = True,
 ) -> Call:
-    """x (M, K), w (N, K) of x's dtype; by_rows False: w (K, N). At least 8 elements each."""
+    """x (M, K), w (N, K) of any float type; by_rows False: w (K, N). At least 8 elements each."""
     (count, k), n = x.shape, w.shape[0 if by_rows else 1]
     tile = tile or geometry.tile(geometry.here(), count, x.dtype.size)
-    vec = access(x.dtype, k) if by_rows else min(access(x.dtype, k), access(x.dtype, n))
     source = f"""
 const int N = w_shape[{0 if by_rows else 1}];
-using Kernel = Gemm<T, BM, BN, BK, WM, WN, STAGES, VEC, BY_ROWS>;
+using Kernel = Gemm<T, V, BM, BN, BK, WM, WN, STAGES, VEC, VEC_W, BY_ROWS>;
 threadgroup uint4 tiles[Kernel::TILES];
 Kernel::run(x, w, {behind.text("N")}, x_shape[0], N, x_shape[1], tiles,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
-    template: dict[str, Value] = {"T": x.dtype, "VEC": vec, "BY_ROWS": by_rows}
+    template: dict[str, Value] = {"T": x.dtype, "V": w.dtype, "BY_ROWS": by_rows}
+    template |= {"VEC": access(x.dtype, k), "VEC_W": access(w.dtype, w.shape[1])}
     template |= dict(zip(("BM", "BN", "BK", "WM", "WN", "STAGES"), tile, strict=True))
     return call(
         "gemm",

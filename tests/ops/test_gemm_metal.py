@@ -43,6 +43,19 @@ def test_odd_shapes(shape: tuple[int, int, int], by_rows: bool) -> None:
         support.assert_bounded(y, support.numbers(x) @ values.T, x @ (w.T if by_rows else w))
 
 
+@pytest.mark.parametrize("held", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_w_has_a_type_of_its_own(dtype: mx.Dtype, held: mx.Dtype) -> None:
+    """As in a checkpoint of bfloat16 that computes in float32."""
+    rng = np.random.default_rng(5)
+    x, w = support.normal(rng, (9, 52), dtype), support.normal(rng, (18, 52), held)
+    y = _metal.gemm(x, w, tile=LADDER["1x1"], run=run)
+    reference = support.numbers(x) @ support.numbers(w).T
+    assert y.dtype == dtype
+    error = np.abs(support.numbers(y) - reference).max()
+    assert error <= support.ulp(np.abs(reference).max(), dtype) + 1e-5
+
+
 def test_few_rows_with_everything() -> None:
     rng = np.random.default_rng(4)
     x, w = support.normal(rng, (1, 20), mx.float32), support.normal(rng, (6, 20), mx.float32)
