@@ -24,7 +24,12 @@ def _kernel(**arguments: Any) -> metal_kernel:
     return metal_kernel(**arguments, in_place=("k_cache", "v_cache") if rope else ())
 
 
-CACHES = (_metal_call._compiled, _metal_backend.timings, _metal_candidates.candidates)
+CACHES = (
+    _metal_call._compiled,
+    _metal_backend.timings,
+    _metal_backend.writes_in_place,
+    _metal_candidates.candidates,
+)
 
 
 @contextmanager

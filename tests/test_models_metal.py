@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -91,3 +92,29 @@ def test_mixed_bits_and_an_8_bit_embedding(tmp_path: Path) -> None:
     with emulated():
         got = run(load(folder, dtype="float32", tune=False), ids, 23)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+def test_a_cache_that_kernels_cannot_write_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should MLX ever hand kernels copies of their inputs: slower text, not nonsense."""
+    folder = tiny(tmp_path)
+    ids = list(range(20, 40))
+    with emulated() as launches:
+        ours = mx.fast.metal_kernel
+
+        def copying(**arguments: Any) -> Any:
+            run = ours(**arguments)
+
+            def call(inputs: list[mx.array], **more: Any) -> Any:
+                return run(inputs=[mx.array(a) for a in inputs], **more)
+
+            return call
+
+        monkeypatch.setattr(mx.fast, "metal_kernel", copying)
+        with pytest.warns(UserWarning, match="does not let a kernel append to the cache"):
+            got = run(load(folder, dtype="float32", tune=False), ids, 17)
+        monkeypatch.undo()
+    want = ReferenceModel(folder).logits(ids)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
+    assert [launch.name.startswith("qrun_rope") for launch in launches].count(True) == 1

@@ -6,6 +6,7 @@ the table in `_metal_geometry`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
@@ -94,6 +95,26 @@ def embedding(ids: mx.array, m: QuantizedMatrix, *, dtype: mx.Dtype, scale: floa
     return rows if scale == 1.0 else rows * scale
 
 
+@cache
+def writes_in_place() -> bool:
+    """Whether what a kernel writes into its inputs stays, which MLX does not promise.
+
+    Asked once a process: a cache that is not appended to would make plausible nonsense.
+    """
+    qkv, cache, turn = mx.ones((1, 1, 24)), mx.zeros((1, 1, 1, 8)), mx.ones((1, 4, 2))
+    held = mx.zeros((1, 1, 1, 8))
+    mx.eval(cache, held)
+    at = mx.array([0, 0, 0, 0], mx.int32)
+    q, _, held = _metal.rope(qkv, cache, held, at, turn, heads=1, kv_heads=1, head_dim=8)
+    mx.eval(q)
+    if bool(mx.all(held == 1).item()):
+        return True
+    warnings.warn(
+        "this MLX does not let a kernel append to the cache: slower, it is copied", stacklevel=2
+    )
+    return False
+
+
 def rope(
     qkv: mx.array,
     k_cache: mx.array,
@@ -106,6 +127,10 @@ def rope(
     k_norm: mx.array | None,
     eps: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
+    if not writes_in_place():
+        return _mlx.rope(
+            qkv, k_cache, v_cache, offset, table, heads=heads, q_norm=q_norm, k_norm=k_norm, eps=eps
+        )
     batch, kv_heads, _, head_dim = k_cache.shape
     return _metal.rope(
         qkv.reshape(batch, qkv.shape[0] // batch, qkv.shape[1]),
