@@ -55,7 +55,7 @@ NB_MODULE(_ext, m) {
   define_product(m, kQmm, &bound_product<kQmm>);
   m.def("rms_norm", &qrun::rms_norm, "x"_a, "weight"_a, "eps"_a);
   m.def("swiglu", &qrun::swiglu, "gate_up"_a);
-  m.def("argmax", &qrun::argmax, "logits"_a);
+  m.def("argmax", &qrun::argmax, "logits"_a, "limit"_a);
   m.def(
       "embedding",
       [](const array& ids, const array& packed, int n, int k, int bits, int group_size,

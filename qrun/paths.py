@@ -13,8 +13,8 @@ KERNELS = _ROOT / "kernels"
 MODELS = _ROOT / "models"
 
 
-def cache_folder() -> Path:
-    """This user's folder for what qrun can make again, as the platform has it."""
+def cache_dir() -> Path:
+    """Where what can be made again is kept between processes: the platform's cache folder."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "qrun"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qrun"

@@ -262,9 +262,8 @@ class Device:
         monkeypatch.setattr(_metal, "qmv", product("qmv"))
         monkeypatch.setattr(_metal, "qmm", product("qmm"))
         monkeypatch.setattr(_metal_candidates, "mlx_product", product(MLX))
-        monkeypatch.setattr(_metal_backend, "traced", lambda f: f)
         monkeypatch.setattr(_metal_backend, "writes_in_place", lambda: True)
-        clocked = partial(tune, clock=lambda: self.now, evaluate=self.evaluate)
+        clocked = partial(tune, clock=lambda: self.now, evaluate=self.evaluate, traced=lambda f: f)
         monkeypatch.setattr(_metal_tune, "tune", clocked)
 
     def evaluate(self, *arrays: mx.array) -> None:

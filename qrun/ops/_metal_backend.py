@@ -14,7 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from qrun.ops import _metal, _metal_geometry, _metal_tune, _mlx
-from qrun.ops._launch import Norm, Step
+from qrun.ops._launch import Norm, Step, enqueued
 from qrun.ops._metal_candidates import Shape
 from qrun.ops._metal_timings import Timings
 from qrun.ops.matrix import QuantizedMatrix
@@ -31,7 +31,7 @@ gemm = _metal.gemm
 
 
 def traced(step: Step) -> Step:
-    return mx.compile(step)
+    return enqueued(mx.compile(step))
 
 
 def has_kernel(spec: Quantization) -> bool:
@@ -60,7 +60,7 @@ def tune(
     with known.listening() as wanted:
         for rows in TUNED_ROWS:
             step(rows)
-    return _metal_tune.tune(wanted, known, again=again, traced=traced, show=show)
+    return _metal_tune.tune(wanted, known, again=again, show=show)
 
 
 def qmv(

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from qrun.ops._metal_call import header
 from qrun.ops._metal_candidates import Product, Shape
-from qrun.paths import cache_folder
+from qrun.paths import cache_dir
 
 Seconds = dict[str, float | None]  # by candidate; None: it does not run here, or not rightly
 
@@ -35,7 +35,7 @@ class Timings:
     @staticmethod
     def here() -> Timings:
         """Those of this machine, none of them read yet."""
-        return Timings(cache_folder() / "metal.json", owner())
+        return Timings(cache_dir() / "metal.json", owner())
 
     def read(self) -> None:
         """Take in what the file knows of this owner."""
