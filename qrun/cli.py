@@ -260,7 +260,10 @@ def bench(
     out: Path | None,
     plot: Path | None,
 ) -> None:
-    """Measure the kernels, and MODEL if given, against the machine's ceilings and peers."""
+    """Measure the kernels, and MODEL if given, against the machine's ceilings and peers.
+
+    On an Apple GPU also every kernel there is to choose from, against MLX's own.
+    """
     import shlex
 
     import qrun
@@ -278,6 +281,7 @@ def bench(
     if kernels:
         spec = Quantization(4, group_size)
         rows += measure.bench_kernels(spec=spec, rounds=rounds, progress=progress)
+        rows += measure.bench_ladder(spec=spec, progress=progress)
     if model is not None:
         loaded = qrun.load(model, tune=tune, show=progress)
         others = [measure.Peer(shlex.split(command)) for command in peers]

@@ -13,9 +13,7 @@
 enum { NONE = 0, SWIGLU = 1, GEGLU = 2 };
 
 // The bound keeps exp finite, which fast math counts on; past it the result is 0 anyway.
-METAL_FUNC float silu(float x) {
-  return x / (1 + exp(min(-x, 80.0f)));
-}
+METAL_FUNC float silu(float x) { return x / (1 + exp(min(-x, 80.0f))); }
 
 // GELU in its tanh form. tanh saturates long before exp(2z) overflows; the bound keeps it finite.
 METAL_FUNC float gelu(float x) {

@@ -16,6 +16,7 @@ import mlx.core as mx
 from qrun.ops import _metal, _metal_geometry, _metal_tune, _mlx
 from qrun.ops._launch import Norm, Step, enqueued
 from qrun.ops._metal_candidates import Shape
+from qrun.ops._metal_ladder import ladder
 from qrun.ops._metal_timings import Timings
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
@@ -28,6 +29,8 @@ argmax = _mlx.argmax
 sample = on_device
 rms_norm = _metal.rms_norm
 gemm = _metal.gemm
+
+__all__ = ["ladder"]  # for qrun.bench; the rest is `_launch.Backend`'s
 
 
 def traced(step: Step) -> Step:

@@ -60,13 +60,15 @@ def tune(
     left = len(todo)
     for number, (key, names) in enumerate(todo, 1):
         show(f"timing kernels on this device, once: {number} of {len(todo)}")
-        best = known.fastest(key)
-        found = jobs(wanted[key], {MLX, *names, best or MLX}, traced)
+        products = wanted[key][0].candidates()
+        # The best so far runs along: only what ran at the same time can be compared.
+        met = [n for n in products if n in names or n == known.fastest(key)]
+        found = jobs(wanted[key], {n: products[n] for n in {MLX, *met}}, traced)
         expected = found[MLX].once()
         evaluate(expected)
-        met = {name: found[name] for name in (*names, *([best] if best in found else []))}
         fair = clock() + (start + budget - clock()) / left
-        seconds = measure(met, expected, fair, start + budget, clock, evaluate)
+        until = start + budget
+        seconds = measure({n: found[n] for n in met}, expected, fair, until, clock, evaluate)
         if not seconds:
             break
         known.seconds[key] = known.seconds.get(key, {}) | seconds
@@ -103,11 +105,20 @@ def _unknown(
     return first + second
 
 
-def jobs(shapes: Sequence[Shape], names: set[str], traced: Callable[[Any], Any]) -> dict[str, Job]:
-    """Those candidates of a product; `shapes` are its occurrences in the model."""
+def jobs(
+    shapes: Sequence[Shape],
+    products: Mapping[str, Product],
+    traced: Callable[[Any], Any],
+    count: int | None = None,
+) -> dict[str, Job]:
+    """Those products on the arrays of `shapes`, which are alike: the occurrences in a model.
+
+    count: of calls in a batch.
+    """
     shape = shapes[0]
     few = shape.rows <= FEW_ROWS
-    matrices = [shapes[i % len(shapes)].m for i in range(BATCH_FEW if few else BATCH_MANY)]
+    count = count or (BATCH_FEW if few else BATCH_MANY)
+    matrices = [shapes[i % len(shapes)].m for i in range(count)]
     x = mx.random.normal((shape.rows, shape.m.k), key=mx.random.key(0)).astype(shape.dtype)
     columns = shape.m.n if shape.activation is None else shape.m.n // 2
     fused: dict[str, Any] = {
@@ -128,7 +139,7 @@ def jobs(shapes: Sequence[Shape], names: set[str], traced: Callable[[Any], Any])
         run = traced(chain) if few else chain  # as generation does it
         return Job(lambda: product(x, shape.m, **fused), lambda: run(x))
 
-    return {name: job(product) for name, product in shape.candidates().items() if name in names}
+    return {name: job(product) for name, product in products.items()}
 
 
 def measure(
