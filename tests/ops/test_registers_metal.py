@@ -54,9 +54,10 @@ def test_the_next_rung_is_past_the_cliff() -> None:
     assert tile not in geometry.LADDER.values()
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_attention(dim: int) -> None:
-    q, cache = mx.zeros((1, 8, 40, dim), mx.float16), mx.zeros((1, 1, 64, dim), mx.float16)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_attention(dim: int, dtype: mx.Dtype) -> None:
+    q, cache = mx.zeros((1, 8, 40, dim), dtype), mx.zeros((1, 1, 64, dim), dtype)
     at = mx.array([0], mx.int32)
     for call in (
         sdpa_decode_call(q[:, :, :1], cache, cache, at, scale=0.125),
