@@ -172,6 +172,24 @@ def assert_bounded(y: mx.array, reference: np.ndarray, plain: mx.array) -> None:
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
 
 
+SAMPLE = 64  # rows of x whose errors in the plain op are the measure where a result has few numbers
+
+
+def assert_product_bounded(y: mx.array, x: mx.array, values: np.ndarray) -> None:
+    """The bound for y, the product of the first rows of x (SAMPLE, K) with values (N, K).
+
+    A product of two or three numbers may be exact by luck, so the plain op is judged by all rows.
+    """
+    reference = numbers(x) @ values.T
+    plain, rows = plain_product(x, values), y.shape[0]
+    assert y.dtype == plain.dtype
+    error = np.abs(numbers(y) - reference[:rows]).max()
+    allowed = 2 * np.abs(numbers(plain) - reference).max() + ulp(
+        np.abs(reference[:rows]).max(), y.dtype
+    )
+    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
 def plain_product(x: mx.array, values: np.ndarray) -> mx.array:
     """x @ w.T with everything in x's dtype."""
     w = mx.array(values.astype(np.float32)).astype(x.dtype)

@@ -25,14 +25,15 @@ def test_accumulation(dtype: mx.Dtype, rung: str) -> None:
         support.assert_bounded(y, reference, x @ w.T)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("shape", [(5, 9, 1), (33, 10, 35), (2, 65, 37), (40, 36, 68)])
-def test_odd_shapes(shape: tuple[int, int, int], by_rows: bool) -> None:
+def test_odd_shapes(shape: tuple[int, int, int], by_rows: bool, dtype: mx.Dtype) -> None:
     """Any K: rows that start off an access of 16 bytes are read in smaller ones."""
     rows, n, k = shape
     rng = np.random.default_rng(2)
-    x = support.normal(rng, (rows, k + 8), mx.float16)[:, :k]
-    w = support.normal(rng, (n, k) if by_rows else (k, n), mx.float16)
+    x = support.normal(rng, (rows, k + 8), dtype)[:, :k]
+    w = support.normal(rng, (n, k) if by_rows else (k, n), dtype)
     if x.size < 8 or w.size < 8:
         x = mx.concatenate([x, x])
         rows = x.shape[0]

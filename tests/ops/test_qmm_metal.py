@@ -23,27 +23,30 @@ ODD = Tile(16, 32, 32, 1, 2, 1)  # not square, to tell rows from columns
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_decode(bits: int, group: int) -> None:
     m = support.matrix(19, 128, bits, group)
-    with shuffled(1):
-        y = _metal.qmm(mx.eye(128), m, tile=ODD, run=run)
-    np.testing.assert_array_equal(support.numbers(y), m.values.T)
+    for seed in SEEDS:
+        with shuffled(seed):
+            y = _metal.qmm(mx.eye(128), m, tile=ODD, run=run)
+        np.testing.assert_array_equal(support.numbers(y), m.values.T)
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
 def test_decode_micro(mode: str) -> None:
     m = support.micro(19, 64, mode)
-    with shuffled(1):
-        y = _metal.qmm(mx.eye(64), m, tile=ODD, run=run)
-    np.testing.assert_array_equal(support.numbers(y), m.values.T)
+    for seed in SEEDS:
+        with shuffled(seed):
+            y = _metal.qmm(mx.eye(64), m, tile=ODD, run=run)
+        np.testing.assert_array_equal(support.numbers(y), m.values.T)
 
 
 @pytest.mark.parametrize("scales", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_dtypes(dtype: mx.Dtype, scales: mx.Dtype) -> None:
     m = support.matrix(21, 64, 4, 32, scales)
-    with shuffled(1):
-        y = _metal.qmm(mx.eye(64).astype(dtype), m, tile=SMALL, run=run)
-    assert y.dtype == dtype
-    np.testing.assert_array_equal(support.numbers(y), support.round_to(m.values.T, dtype))
+    for seed in SEEDS:
+        with shuffled(seed):
+            y = _metal.qmm(mx.eye(64).astype(dtype), m, tile=SMALL, run=run)
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(support.numbers(y), support.round_to(m.values.T, dtype))
 
 
 # The float32 tiles of the last rung are past 32 KiB twice: not in the geometry table either.
@@ -69,18 +72,24 @@ def test_accumulation(dtype: mx.Dtype, rung: str) -> None:
     assert all(mx.array_equal(results[0], y) for y in results[1:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape", [(1, 1, 32), (3, 7, 96), (17, 33, 32), (9, 65, 896), (33, 2, 4864)]
 )
-def test_odd_shapes(shape: tuple[int, int, int]) -> None:
+def test_odd_shapes(shape: tuple[int, int, int], dtype: mx.Dtype) -> None:
+    """Decode exact, accumulation bounded, nothing reported, in three random orders."""
     rows, n, k = shape
     m = support.matrix(n, k, 4, 32)
-    x = support.normal(np.random.default_rng(2), (rows, k), mx.float16)
+    rng = np.random.default_rng(2)
+    x, columns = support.normal(rng, (support.SAMPLE, k), dtype), rng.integers(0, k, rows).tolist()
     for seed in SEEDS:
         with shuffled(seed):
-            y = _metal.qmm(x, m, tile=LADDER["2x2"], run=run)
-        reference = support.numbers(x) @ m.values.T
-        support.assert_bounded(y, reference, support.plain_product(x, m.values))
+            y = _metal.qmm(x[:rows], m, tile=LADDER["2x2"], run=run)
+            one = support.one_hot(columns, k, dtype)
+            decoded = _metal.qmm(one, m, tile=LADDER["2x2"], run=run)
+        support.assert_product_bounded(y, x, m.values)
+        expected = support.round_to(m.values.T[columns], dtype)
+        np.testing.assert_array_equal(support.numbers(decoded), expected)
 
 
 @pytest.mark.parametrize("k", [96, 160])

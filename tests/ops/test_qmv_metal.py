@@ -31,14 +31,15 @@ def decoded(m: support.Matrix, rows: int, seed: int) -> None:
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", ALL_BITS)
 def test_decode(bits: int, group: int, rows: int) -> None:
-    for seed in range(2 if rows == 1 else 1):
+    for seed in SEEDS:
         decoded(support.matrix(11, 640, bits, group), rows, seed)
 
 
 @pytest.mark.parametrize("rows", [1, 10])
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
 def test_decode_micro(mode: str, rows: int) -> None:
-    decoded(support.micro(11, 160, mode), rows, 1)
+    for seed in SEEDS:
+        decoded(support.micro(11, 160, mode), rows, seed)
 
 
 @pytest.mark.parametrize("scales", DTYPES)
@@ -46,10 +47,12 @@ def test_decode_micro(mode: str, rows: int) -> None:
 def test_decode_dtypes(dtype: mx.Dtype, scales: mx.Dtype) -> None:
     m = support.matrix(10, 96, 4, 32, scales)
     columns = [0, 1, 33, 95]
-    with shuffled(1):
-        y = _metal.qmv(support.one_hot(columns, 96, dtype), m, run=run)
-    assert y.dtype == dtype
-    np.testing.assert_array_equal(support.numbers(y), support.round_to(m.values.T[columns], dtype))
+    for seed in SEEDS:
+        with shuffled(seed):
+            y = _metal.qmv(support.one_hot(columns, 96, dtype), m, run=run)
+        assert y.dtype == dtype
+        expected = support.round_to(m.values.T[columns], dtype)
+        np.testing.assert_array_equal(support.numbers(y), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 16])
@@ -66,17 +69,22 @@ def test_accumulation(dtype: mx.Dtype, rows: int) -> None:
     assert all(mx.array_equal(results[0], y) for y in results[1:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [LANES, FRAGMENTS])
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 35])
 @pytest.mark.parametrize("k", [32, 96, 896, 4864])
-def test_odd_shapes(n: int, k: int, shape: Rows | Wide) -> None:
+def test_odd_shapes(n: int, k: int, shape: Rows | Wide, dtype: mx.Dtype) -> None:
+    """Decode exact, accumulation bounded, nothing reported, in three random orders."""
     m = support.matrix(n, k, 4, 32)
-    x = support.normal(np.random.default_rng(n), (2, k), mx.float16)
+    x = support.normal(np.random.default_rng(n), (support.SAMPLE, k), dtype)
+    columns = [k - 1, k // 3]
     for seed in SEEDS:
         with shuffled(seed):
-            y = _metal.qmv(x, m, shape=shape, run=run)
-        reference = support.numbers(x) @ m.values.T
-        support.assert_bounded(y, reference, support.plain_product(x, m.values))
+            y = _metal.qmv(x[:2], m, shape=shape, run=run)
+            decoded = _metal.qmv(support.one_hot(columns, k, dtype), m, shape=shape, run=run)
+        support.assert_product_bounded(y, x, m.values)
+        expected = support.round_to(m.values.T[columns], dtype)
+        np.testing.assert_array_equal(support.numbers(decoded), expected)
 
 
 @pytest.mark.parametrize(
