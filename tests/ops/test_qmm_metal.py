@@ -156,11 +156,14 @@ def test_not_transposed(bits: int) -> None:
     np.testing.assert_allclose(support.numbers(y), reference, atol=1e-4)
 
 
-@pytest.mark.parametrize("rung", ["2x2", "4x4"])
-def test_traffic(rung: str) -> None:
+TRAFFIC = [*((rung, 4) for rung in LADDER), *(("2x2", bits) for bits in (2, 3, 5, 6, 8))]
+
+
+@pytest.mark.parametrize(("rung", "bits"), TRAFFIC)
+def test_traffic(rung: str, bits: int) -> None:
     """w is read at most once a row of tiles, x once a column, in accesses of 4 bytes and more."""
     tile = LADDER[rung]
-    m = support.matrix(130, 128)
+    m = support.matrix(130, 128, bits)
     x = support.normal(np.random.default_rng(6), (100, 128), mx.float16)
     outputs = run(qmm_call(x, m, Behind(), tile))
     w, read_x = outputs.counters.buffers["w"], outputs.counters.buffers["x"]
@@ -184,6 +187,10 @@ def test_ladder() -> None:
         arrays = [counters.buffers[name] for name in ("x", "w", "scales", "biases", "y")]
         moved = sum(a.read_bytes + a.written_bytes for a in arrays)
         tm, tn = tile.grid
+        loads = (tm + tn) / (tm * tn)  # a fragment of x is 128 bytes, one of w 256: counted below
+        read = counters.buffers["tiles"].read_bytes / counters.multiplies
+        assert read == (128 * tm + 256 * tn) / (tm * tn)
+        assert half.vector > 2 * tm * tn  # the sums never leave them
         assert counters.threadgroup_bytes == tile.threadgroup_bytes(2)
         assert counters.multiplies == 128 * 256 * 256 // 512
         row = [
@@ -192,8 +199,9 @@ def test_ladder() -> None:
             f"{2 * tm * tn}",
             f"{half.vector} / {full.vector}{spilled}",
             f"{counters.threadgroup_bytes}",
-            f"{counters.buffers['tiles'].read_bytes // counters.multiplies}",
+            f"{loads:.2f}",
+            f"{read:.0f}",
             f"{moved / (128 * 256):.2f}",
             f"{counters.barriers}",
         ]
-        assert re.search(r"^\| " + r" \| ".join(row) + r" \|$", text, re.M), row
+        assert re.search(r"^\| " + r" \| ".join(row) + r" \| \S[^|]+ \|$", text, re.M), row

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from qrun.ops import _metal
+from qrun.ops import _metal_geometry as geometry
 from qrun.ops._metal_geometry import Rows, Wide
 from qrun.ops._metal_product import Behind, qmv_call
 from tests.ops import metal_support as support
@@ -178,15 +179,28 @@ def test_few_rows_with_everything(n: int) -> None:
 
 
 @pytest.mark.parametrize("split", [1, 4])
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16])
 @pytest.mark.parametrize("bits", ALL_BITS)
-def test_traffic(bits: int, wide: bool, split: int) -> None:
+def test_traffic(bits: int, rows: int, split: int) -> None:
     """Every byte of w is read exactly once, in accesses of 4 bytes and more."""
     m = support.matrix(21, 896, bits)
-    x = support.normal(np.random.default_rng(6), (1, 896), mx.float16)
+    x = support.normal(np.random.default_rng(6), (rows, 896), mx.float16)
     length = 32 if bits in (3, 5) else 16
-    shape = Wide(1, 2, length, 4, split) if wide else Rows(4, length, 4, split)
-    w = run(qmv_call(x, m, Behind(), None, shape)).counters.buffers["w"]
-    assert w.read_bytes == w.bytes
-    assert (w.least_reads, w.most_reads) == (1, 1)
-    assert min(w.reads) >= 4
+    tall = Wide(2 if rows > 8 else 1, 2, length, 4, split)
+    for shape in (Rows(4, length, 4, split), tall) if rows <= 2 else (tall,):
+        w = run(qmv_call(x, m, Behind(), None, shape)).counters.buffers["w"]
+        assert w.read_bytes == w.bytes
+        assert (w.least_reads, w.most_reads) == (1, 1)
+        assert min(w.reads) >= 4
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
+def test_traffic_of_what_the_table_chooses(rows: int) -> None:
+    """In a layer: norm in front, gates behind, the geometry of every chip."""
+    m = support.matrix(96, 576, 4, 32)
+    x, norm = mx.ones((rows, 576), mx.float16), (mx.ones((576,), mx.float16), 1e-5)
+    for chip in {geometry.qmv(f, rows, 96, 576, 4) for f in geometry.FAMILIES.values()}:
+        call = qmv_call(x, m, Behind(activation="swiglu"), norm, chip)
+        w = run(call).counters.buffers["w"]
+        assert (w.least_reads, w.most_reads, w.read_bytes) == (1, 1, w.bytes)
+        assert min(w.reads) >= 4
