@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
 from qrun.ops import _metal_geometry as geometry
 from qrun.ops._metal_call import Call, Value, call, ceil_div, literal
 
-ACTIVATIONS = {None: 0, "swiglu": 1, "geglu": 2}  # the enum of common/epilogue.metal
+
+class Curve(NamedTuple):
+    """One of the enum of common/epilogue.metal."""
+
+    number: int
+    pairs: bool  # makes one column of two, a gate and its up
+
+
+ACTIVATIONS = {
+    None: Curve(0, False),
+    "swiglu": Curve(1, True),
+    "geglu": Curve(2, True),
+}
 
 
 class Packed(Protocol):
@@ -48,7 +60,7 @@ class Behind:
         return {name: array for name, array in both.items() if array is not None}
 
     def columns(self, n: int) -> int:
-        return n if self.activation is None else n // 2
+        return n // 2 if ACTIVATIONS[self.activation].pairs else n
 
     def text(self, n: str) -> str:
         """The epilogue, for sums of n columns."""
@@ -62,7 +74,7 @@ class Behind:
     def template(self, dtype: mx.Dtype) -> dict[str, Value]:
         return {
             "B": dtype if self.bias is None else self.bias.dtype,
-            "ACTIVATION": ACTIVATIONS[self.activation],
+            "ACTIVATION": ACTIVATIONS[self.activation].number,
             "BIAS": self.bias is not None,
             "RESIDUAL": self.residual is not None,
         }

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from qrun.ops._metal_candidates import MLX, Product, Shape
+from qrun.ops._metal_product import Behind
 from qrun.ops._metal_timings import Seconds, Timings
 
 ROUNDS = 5  # of all candidates in turn, so that a throttling chip slows all of them alike
@@ -120,7 +121,7 @@ def jobs(
     count = count or (BATCH_FEW if few else BATCH_MANY)
     matrices = [shapes[i % len(shapes)].m for i in range(count)]
     x = mx.random.normal((shape.rows, shape.m.k), key=mx.random.key(0)).astype(shape.dtype)
-    columns = shape.m.n if shape.activation is None else shape.m.n // 2
+    columns = Behind(activation=shape.activation).columns(shape.m.n)
     fused: dict[str, Any] = {
         "norm": shape.norm,
         "bias": shape.bias,

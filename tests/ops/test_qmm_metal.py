@@ -10,7 +10,7 @@ import pytest
 
 from qrun.ops import _metal
 from qrun.ops._metal_geometry import LADDER, Tile
-from qrun.ops._metal_product import Behind, qmm_call
+from qrun.ops._metal_product import ACTIVATIONS, Behind, qmm_call
 from qrun.paths import KERNELS
 from tests.ops import metal_support as support
 from tests.ops.metal_support import DTYPES, SEEDS, run, shuffled
@@ -103,13 +103,13 @@ def test_long_step(k: int) -> None:
     support.assert_bounded(y, reference, support.plain_product(x, m.values))
 
 
-@pytest.mark.parametrize("activation", [None, "swiglu", "geglu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("terms", ["", "scale", "bias", "residual", "scale bias residual"])
 def test_epilogues(activation: str | None, terms: str) -> None:
     rng = np.random.default_rng(3)
     m = support.matrix(42, 64, dtype=mx.bfloat16)
     x = support.normal(rng, (35, 64), mx.float16)
-    columns = 42 if activation is None else 21
+    columns = Behind(activation=activation).columns(42)
     bias = support.normal(rng, (42,), mx.float32) if "bias" in terms else None
     residual = support.normal(rng, (35, columns), mx.float16) if "residual" in terms else None
     scale = 0.375 if "scale" in terms else 1

@@ -9,7 +9,7 @@ import pytest
 from qrun.ops import _metal
 from qrun.ops import _metal_geometry as geometry
 from qrun.ops._metal_geometry import Rows, Wide
-from qrun.ops._metal_product import Behind, qmv_call
+from qrun.ops._metal_product import ACTIVATIONS, Behind, qmv_call
 from tests.ops import metal_support as support
 from tests.ops.metal_support import DTYPES, SEEDS, run, shuffled
 
@@ -129,13 +129,13 @@ def test_norm_in_front(bits: int, shape: Rows | Wide) -> None:
 
 
 @pytest.mark.parametrize("shape", [LANES, FRAGMENTS])
-@pytest.mark.parametrize("activation", [None, "swiglu", "geglu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("terms", ["", "scale", "bias", "residual", "scale bias residual"])
 def test_epilogues(activation: str | None, terms: str, shape: Rows | Wide) -> None:
     rng = np.random.default_rng(3)
     m = support.matrix(22, 64, dtype=mx.bfloat16)
     x = support.normal(rng, (3, 64), mx.float16)
-    columns = 22 if activation is None else 11
+    columns = Behind(activation=activation).columns(22)
     bias = support.normal(rng, (22,), mx.float32) if "bias" in terms else None
     residual = support.normal(rng, (3, columns), mx.float16) if "residual" in terms else None
     scale = 0.375 if "scale" in terms else 1
