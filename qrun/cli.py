@@ -242,7 +242,7 @@ def convert(
 @click.option(
     "--tune/--no-tune",
     default=None,
-    help="Apple GPU: time MODEL's kernels again, or take a table's. Default: time what is new.",
+    help="Apple GPU: time all of MODEL's kernels again, or take a table's. Default: what is new.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON to this file.")

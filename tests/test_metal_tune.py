@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from qrun import printing
 from qrun.errors import UsageError
 from qrun.loader import LoadedModel, load
 from qrun.ops import _launch, _metal, _metal_backend, _metal_call, _metal_candidates, _metal_tune
@@ -231,14 +232,19 @@ class Device:
         self.now = 0.0
         self.pending = 0.0
         self.calls: list[str] = []
+        self.compiled: set[str] = set()
+        self.compilation = 0.0  # seconds of the first call of each kernel in a process
         self.seconds: Callable[[str], float] = lambda name: 0.001
         self.wrong = ""
 
         def product(name: str) -> Callable[..., mx.array]:
             def run(x: mx.array, m: Any, shape: Any = None, tile: Any = None, **fused: Any):
-                which = f"{name} {shape or tile or ''}"
+                which = f"{name} M={x.shape[0]} {shape or tile or ''}"
                 self.calls.append(which)
                 self.pending += self.seconds(which)
+                if which not in self.compiled:
+                    self.pending += self.compilation
+                    self.compiled.add(which)
                 columns = m.n if fused["activation"] is None else m.n // 2
                 wrong = bool(self.wrong) and self.wrong in which
                 return mx.full((x.shape[0], columns), int(wrong), x.dtype)
@@ -269,6 +275,7 @@ class Device:
     def load(self, folder: Path, **options: Any) -> tuple[LoadedModel, float]:
         """A load in a process of its own, and how long it timed."""
         _metal_backend.timings.cache_clear()
+        self.compiled.clear()
         self.pending, before = 0.0, self.now
         return load(folder, **options), self.now - before
 
@@ -335,25 +342,40 @@ def test_tune_times_again_and_no_tune_goes_by_the_table(device: Device, tiny_fol
     assert MLX not in chosen().values()
 
 
+def slow(name: str) -> float:
+    """Seconds of a call where one chunk of a prompt takes 40 ms a product."""
+    return 0.04 if "M=512" in name else 0.001
+
+
 def test_the_budget_holds_and_the_next_load_goes_on(device: Device, tiny_folder: Path) -> None:
-    """A slow chip: a first load decides what it can, and later ones the rest."""
-    device.seconds = lambda name: 0.02
+    """A large model: a first load decides what it can in two seconds, and later ones the rest."""
+    device.seconds, device.compilation = slow, 0.1
     keys: list[int] = []
     for _ in range(20):
         model, taken = device.load(tiny_folder)
         keys.append(len(chosen()))
-        assert taken < 2.5  # what is under way is finished
+        assert taken < 2
         if not model.notes:
             break
     assert keys == sorted(keys)
     assert keys[0] < keys[-1] == 9
-    assert 2 < len(keys) < 20
+    assert 2 < len(keys) < 10
+    assert taken == 0
+
+
+def test_who_asks_for_it_gets_all_of_it(device: Device, tiny_folder: Path) -> None:
+    device.seconds, device.compilation = slow, 0.1
+    model, taken = device.load(tiny_folder, tune=True)
+    assert taken > 2
+    assert "left" not in model.notes[0]
+    _, taken = device.load(tiny_folder)
     assert taken == 0
 
 
 def test_decode_comes_first(device: Device, tiny_folder: Path) -> None:
-    device.seconds = lambda name: 0.02
-    _, _ = device.load(tiny_folder)
+    device.seconds = lambda name: 0.04
+    device.load(tiny_folder)
+    assert chosen()
     assert all(key.startswith("1x") for key in chosen())
 
 
@@ -415,3 +437,16 @@ def test_the_command_line_passes_it_on(
             assert command(*args, *option, tiny_folder).code == 2
     command("bench", "--no-kernels", "--tune", tiny_folder)
     assert given == [None, False, None, False, True]
+
+
+def test_progress_is_one_line_and_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printing.status_line(True)("timing")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    for show in (True, False):
+        line = printing.status_line(show)
+        line("timing")
+        line("")
+    assert capsys.readouterr().err == "\r\x1b[Ktiming\r\x1b[K"

@@ -49,9 +49,11 @@ def tune(
     """Times what is not known yet (again: everything) until the budget is spent; returns notes.
 
     First, for every product, the default against MLX's own: what we run must not be slower. Then
-    the other geometries against the better of the two. What the budget leaves, the next load times.
+    the other geometries against the better of the two. What the budget leaves, the next load times;
+    who asks for it again waits for all of it.
     """
     if again:
+        budget = float("inf")
         for key in wanted:
             known.seconds.pop(key, None)
     todo = _unknown(wanted, known)
