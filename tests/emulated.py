@@ -16,6 +16,7 @@ import pytest
 from qrun.ops import _launch, _metal_backend, _metal_call, _metal_candidates
 from qrun.ops import _metal_geometry as geometry
 from tests.metal import Launch, metal_kernel, settings
+from tests.metal.clang import unsupported
 
 
 def _kernel(**arguments: Any) -> metal_kernel:
@@ -35,6 +36,8 @@ CACHES = (
 @contextmanager
 def emulated(seed: int = 1) -> Generator[list[Launch], None, None]:
     """Inside, models run on emulated Metal, threads in random order; collects the launches."""
+    if reason := unsupported():
+        pytest.skip(reason)
     launches: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_launch, "_backend", lambda on_cpu: _metal_backend)

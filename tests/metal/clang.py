@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,13 @@ X86_FLAGS = [
     "-fsanitize-recover=alignment,array-bounds,integer-divide-by-zero",
     *["-gdwarf-4", "-gline-tables-only"],
 ]
+
+
+def unsupported() -> str | None:
+    """Why kernels cannot run here, if so: fibers switch by a few instructions of this processor."""
+    if sys.platform == "linux" and platform.machine() == "x86_64":
+        return None
+    return f"the emulator runs on x86-64 Linux, not on {platform.machine()} {sys.platform}"
 
 
 class CompileError(Exception):
