@@ -1,4 +1,4 @@
-"""Where kernels/ and models/ lie: beside qrun/ in a checkout, inside it in a wheel."""
+"""Where kernels/ and models/ lie (beside qrun/ in a checkout, inside it in a wheel), and caches."""
 
 from __future__ import annotations
 

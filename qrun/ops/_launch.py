@@ -81,6 +81,18 @@ def _backend(on_cpu: bool) -> Backend:
     return _load("_metal_backend" if mx.metal.is_available() else "_cuda")
 
 
+def tune(
+    step: Callable[[int], object], *, again: bool, show: Callable[[str], None]
+) -> list[str] | None:
+    """Have the backend time its kernels for the products that step(rows) asks for -> notes.
+
+    None where there is nothing to choose from. What is known from another day is not timed again,
+    unless `again`. show: a line of progress, "" when done.
+    """
+    run = getattr(backend(), "tune", None)
+    return None if run is None else run(step, again=again, show=show)
+
+
 def _load(name: str) -> Backend:
     return cast(Backend, import_module(f"qrun.ops.{name}"))
 
