@@ -118,6 +118,29 @@ def test_four_bits(case: str, tmp_path: Path, backend: Any) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * np.abs(want).max())
 
 
+@pytest.mark.native
+@pytest.mark.parametrize("case", [
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "smollm3", "granite",
+])  # fmt: skip
+def test_a_step_is_one_recorded_primitive(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routing included: an op of MLX in between would cost the whole step its replay."""
+    from qrun import _ext
+
+    made: list[_ext.Program] = []
+    program = _ext.Program
+
+    def record(inputs: list[mx.array], outputs: list[mx.array]) -> _ext.Program:
+        made.append(program(inputs, outputs))
+        return made[-1]
+
+    monkeypatch.setattr(_ext, "Program", record)
+    model = load(zoo.write(tmp_path / case, case, bits=4, dtype="F16"), dtype="float32")
+    run(model, list(range(6)), 3)
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize("bits", [0, 4])
 def test_gemma3_beside_a_vision_tower(bits: int, tmp_path: Path) -> None:
     """model_type gemma3: text under language_model. and in text_config, the tower left alone."""

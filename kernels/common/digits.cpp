@@ -39,7 +39,8 @@ static void prepare_row(const Prologue& p, const Digits& d, int tile, int r) {
   const int rows = rows_in_tile(d, tile), groups = d.k / d.group;
   const size_t row = (size_t)tile * d.tile + r;
   const bool spare = row >= (size_t)d.m;
-  const f32x16 rms = splat(p.norm && !spare ? inverse_rms(p, row, d.k) : 1.0f);
+  const size_t from = p.from && !spare ? (size_t)p.from[row] : row;
+  const f32x16 rms = splat(p.norm && !spare ? inverse_rms(p, from, d.k) : 1.0f);
   int8_t* digits = tile_digits(d, tile) + r * COUNT * d.chunk;
   float* meta = tile_meta(d, tile) + r;
   f32x16 x[8];  // a group of up to 128
@@ -47,7 +48,7 @@ static void prepare_row(const Prologue& p, const Digits& d, int tile, int r) {
     i32x16 largest = splat_i(0);
     for (int i = 0; i < d.group / 16; i++) {
       const size_t k = (size_t)g * d.group + i * 16;
-      x[i] = spare ? splat(0) : load(at(p.x, p.type, row * d.k + k), p.type);
+      x[i] = spare ? splat(0) : load(at(p.x, p.type, from * d.k + k), p.type);
       if (p.norm && !spare) x[i] = x[i] * rms * load(at(p.norm, p.norm_type, k), p.norm_type);
       largest = max(largest, bits_of(x[i]) & splat_i(0x7fffffff));
     }

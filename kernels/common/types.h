@@ -51,6 +51,9 @@ struct Digits {
   bool even_odd;  // 4-bit codes: eight k lie in the order 0 2 4 6 1 3 5 7
 
   int tiles() const { return (m + tile - 1) / tile; }
+  size_t rows() const { return (size_t)tiles() * tile; }
+  size_t digits_bytes() const { return rows() * count * k; }
+  size_t meta_floats() const { return rows() * 2 * (k / group); }
 };
 
 // Heights for which kernels exist, 16 on a matrix unit; spare rows are zero.
@@ -71,11 +74,12 @@ static inline float* tile_meta(const Digits& d, int t) {
 }
 
 struct Prologue {
-  const void* x;  // (m, k)
+  const void* x;  // (m, k); with `from`, row r of m is x's row from[r]
   Type type;
   const void* norm;  // (k,), or null
   Type norm_type;
   float eps;
+  const int* from;  // (m,), or null
 };
 
 struct Epilogue {
@@ -87,6 +91,17 @@ struct Epilogue {
   const void* residual;  // like y, or null
   Type residual_type;
   Activation activation;
+};
+
+// y[r] = residual[r] + sum over j of share[r, j] * x[place[r, j]]
+struct Combine {
+  const void* x;     // (any, n)
+  const int* place;  // (rows, top)
+  const float* share;
+  const void* residual;  // (rows, n)
+  void* y;
+  int n, top;
+  Type type;
 };
 
 struct RmsNorm {
@@ -140,6 +155,7 @@ struct Kernels {
   // 64).
   void (*product_tiled)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1,
                         int tile0, int tile1);
+  void (*combine)(const Combine&, int row0, int row1);
   void (*rms_norm)(const RmsNorm&, int row0, int row1);
   void (*rope)(const Rope&, int item0, int item1);  // items: (B, L)
   void (*sdpa_turn)(const Sdpa&, int item0, int item1);

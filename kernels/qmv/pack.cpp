@@ -1,4 +1,5 @@
 // MLX's rows -> the stream: 16 rows side by side, a group of codes, then its scales and biases.
+// Several matrices below each other (experts) begin a block each.
 // The drawing is in README.md. 2- and 3-bit codes are widened to 4 bits, 5 and 6 to 8: the numbers
 // they stand for stay the same.
 #include <cstring>
@@ -30,11 +31,12 @@ inline uint32_t widened(const uint32_t* row, int i, int bits, int wide) {
 }
 
 void pack_block(const Matrix& m, const Source& s, uint8_t* out, int block) {
-  const int lanes = std::min(kLanes, m.n - block * kLanes), groups = m.k / m.group;
+  const int first_row = block / m.blocks() * m.n + block % m.blocks() * kLanes;
+  const int lanes = std::min(kLanes, m.n - block % m.blocks() * kLanes), groups = m.k / m.group;
   const int dwords = m.group * m.bits / 32, item = static_cast<int>(size_of(m.scales));
   const size_t words = static_cast<size_t>(m.k) * s.bits / 32;
   uint8_t* p = out + block * m.block_bytes();
-  const uint32_t* first = s.w + static_cast<size_t>(block) * kLanes * words;
+  const uint32_t* first = s.w + first_row * words;
   const bool plain = lanes == kLanes && s.bits == m.bits;
   if (lanes < kLanes) std::memset(p, 0, m.block_bytes());
   if (plain)  // written line by line: 16 streams are read, one is written
@@ -44,7 +46,7 @@ void pack_block(const Matrix& m, const Source& s, uint8_t* out, int block) {
         for (int lane = 0; lane < kLanes; lane++) *codes++ = first[lane * words + g * dwords + i];
     }
   for (int lane = 0; lane < lanes; lane++) {
-    const size_t row = static_cast<size_t>(block) * kLanes + lane;
+    const size_t row = first_row + lane;
     const uint32_t* w = first + lane * words;
     for (int g = 0; g < groups; g++) {
       uint8_t* q = p + g * m.group_bytes();
@@ -75,14 +77,15 @@ void pack_block(const Matrix& m, const Source& s, uint8_t* out, int block) {
 
 class Pack : public CpuPrimitive {
  public:
-  Pack(mx::Stream s, Matrix m, int bits) : CpuPrimitive(s), m_(m), bits_(bits) {}
+  Pack(mx::Stream s, Matrix m, int bits, int count)
+      : CpuPrimitive(s), m_(m), bits_(bits), count_(count) {}
   const char* name() const override { return "qrun_pack"; }
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     Source s{reinterpret_cast<const uint32_t*>(dense(in[0], stream())), dense(in[1], stream()),
              in.size() > 2 ? dense(in[2], stream()) : nullptr, bits_};
-    enqueue(stream(), [m = m_, s, to = allocate<uint8_t>(out[0])] {
-      parallel(m.blocks(), std::max(1, m.blocks() / (8 * threads())), [&](int b0, int b1) {
+    enqueue(stream(), [m = m_, s, blocks = m_.blocks() * count_, to = allocate<uint8_t>(out[0])] {
+      parallel(blocks, std::max(1, blocks / (8 * threads())), [&](int b0, int b1) {
         for (int b = b0; b < b1; b++) pack_block(m, s, to, b);
       });
     });
@@ -90,13 +93,13 @@ class Pack : public CpuPrimitive {
 
  private:
   Matrix m_;
-  int bits_;
+  int bits_, count_;
 };
 
 }  // namespace
 
 mx::array pack(const mx::array& w, const mx::array& scales, const std::optional<mx::array>& biases,
-               int bits, int group, const std::string& mode) {
+               int bits, int group, const std::string& mode, int count) {
   const bool fp4 = mode == "mxfp4";
   require(mode == "affine" || fp4, "pack: mode \"" + mode + "\" has no CPU kernel");
   require(bits >= 2 && bits <= 8 && bits != 7 && (!fp4 || bits == 4),
@@ -104,29 +107,31 @@ mx::array pack(const mx::array& w, const mx::array& scales, const std::optional<
   require(group == 32 || group == 64 || group == 128,
           "pack: group_size must be 32, 64 or 128, not " + std::to_string(group));
   require(w.ndim() == 2 && w.dtype() == mx::uint32, "pack: w must be uint32 (n, k*bits/32)");
-  const int n = w.shape(0);
+  const int rows = w.shape(0), n = rows / std::max(count, 1);
+  require(count >= 1 && n * count == rows,
+          "pack: " + std::to_string(rows) + " rows are no " + std::to_string(count) + " matrices");
   const int64_t row_bits = static_cast<int64_t>(w.shape(1)) * 32;
   require(n >= 1 && row_bits % bits == 0 && row_bits / bits % group == 0,
           "pack: w has shape " + text(w.shape()) + ", which is no whole number of groups of " +
               std::to_string(group) + " at " + std::to_string(bits) + " bits");
   const int k = static_cast<int>(row_bits / bits);
-  require_shape("pack", "scales", scales, {n, k / group});
+  require_shape("pack", "scales", scales, {rows, k / group});
   require(biases.has_value() != fp4,
           fp4 ? "pack: mxfp4 has no biases" : "pack: affine matrices need biases");
   std::vector<mx::array> inputs{w, scales};
   if (biases) {
-    require_shape("pack", "biases", *biases, {n, k / group});
+    require_shape("pack", "biases", *biases, {rows, k / group});
     require(biases->dtype() == scales.dtype(), "pack: scales and biases must have one dtype");
     inputs.push_back(*biases);
   }
   require(!fp4 || scales.dtype() == mx::uint8, "pack: mxfp4 scales must be uint8");
   const Type type = fp4 ? Type::f32 : type_of(scales.dtype(), "pack", "scales");
   const Matrix m{nullptr, n, k, bits <= 4 ? 4 : 8, group, type, fp4};
-  const size_t bytes = m.block_bytes() * m.blocks();
+  const size_t bytes = m.block_bytes() * m.blocks() * count;
   require(bytes < (size_t{1} << 31),
           "pack: the matrix needs " + std::to_string(bytes) + " bytes, MLX's axes end at 2^31");
   return mx::array({static_cast<int>(bytes)}, mx::uint8,
-                   std::make_shared<Pack>(cpu_stream(), m, bits), std::move(inputs));
+                   std::make_shared<Pack>(cpu_stream(), m, bits, count), std::move(inputs));
 }
 
 }  // namespace qrun

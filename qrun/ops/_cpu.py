@@ -6,6 +6,7 @@ Matrices are repacked once into the stream that the kernels read (kernels/qmv/RE
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import mlx.core as mx
 
@@ -23,6 +24,8 @@ MODES = ("affine", "mxfp4")  # with kernels; a matrix in another takes MLX's pro
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
 argmax = _ext.argmax
+route = _ext.route
+combine = _ext.combine
 sample = on_host
 gemm = _mlx.gemm
 
@@ -60,13 +63,17 @@ def has_kernel(spec: Quantization) -> bool:
     return spec.mode in MODES
 
 
-def pack(m: QuantizedMatrix) -> mx.array | None:
+has_expert_kernel = has_kernel
+
+
+def pack(m: QuantizedMatrix, count: int = 1) -> mx.array | None:
     """The stream of uint8 bytes; m's own arrays are no longer needed then."""
     if not has_kernel(m.spec):
         return None
     assert m.w is not None
     assert m.scales is not None
-    return _ext.pack(m.w, m.scales, m.biases, m.spec.bits, m.spec.group_size, m.spec.mode)
+    spec = m.spec
+    return _ext.pack(m.w, m.scales, m.biases, spec.bits, spec.group_size, spec.mode, count)
 
 
 def qmv(
@@ -127,14 +134,44 @@ def _product(
     )
 
 
+def gather_qmm(
+    x: mx.array,
+    m: QuantizedMatrix,
+    row: mx.array | None,
+    expert: mx.array,
+    *,
+    count: int,
+    activation: Literal["swiglu", "geglu"] | None,
+    grouped: bool,
+) -> mx.array:
+    if not has_kernel(m.spec):
+        return _mlx.gather_qmm(
+            x, m, row, expert, count=count, activation=activation, grouped=grouped
+        )
+    return _ext.gather_qmm(
+        x,
+        _stream(m, count),
+        expert,
+        row,
+        count,
+        m.n // count,
+        m.k,
+        m.spec.bits,
+        m.spec.group_size,
+        scale_dtype=_scales(m),
+        activation=activation or "none",
+        mode=m.spec.mode,
+    )
+
+
 def _scales(m: QuantizedMatrix) -> mx.Dtype:
     """The type of affine scales. A microscaling format has bytes, and what is said is not used."""
     return m.scale_dtype if m.spec.mode == "affine" else mx.float32
 
 
-def _stream(m: QuantizedMatrix) -> mx.array:
+def _stream(m: QuantizedMatrix, count: int = 1) -> mx.array:
     """m's packed bytes; a matrix that was never packed is packed for this one call."""
-    packed = m.packed if m.packed is not None else pack(m)
+    packed = m.packed if m.packed is not None else pack(m, count)
     assert packed is not None
     return packed
 

@@ -16,14 +16,18 @@ __all__ = [
     "NAME",
     "QMV_ROWS",
     "argmax",
+    "combine",
     "embedding",
+    "gather_qmm",
     "gemm",
+    "has_expert_kernel",
     "has_kernel",
     "pack",
     "qmm",
     "qmv",
     "rms_norm",
     "rope",
+    "route",
     "sample",
     "sdpa",
     "swiglu",
@@ -35,15 +39,22 @@ QMV_ROWS = 16
 
 sample = on_device
 gemm = _mlx.gemm
+gather_qmm = _mlx.gather_qmm
+route = _mlx.route
+combine = _mlx.combine
 
 
 def has_kernel(spec: Quantization) -> bool:
     return True
 
 
+def has_expert_kernel(spec: Quantization) -> bool:
+    return False
+
+
 def traced(step: Step) -> Step:
     return mx.compile(step)
 
 
-def pack(m: QuantizedMatrix) -> mx.array | None:
+def pack(m: QuantizedMatrix, count: int) -> mx.array | None:
     return None

@@ -40,10 +40,16 @@ class Backend(Protocol):
     traced: Callable[[Step], Step]
     # Whether matrices of a format run on kernels of its own, or a slower right way.
     has_kernel: Callable[[Quantization], bool]
-    pack: Callable[[QuantizedMatrix], mx.array | None]
+    # The same for a mixture's experts.
+    has_expert_kernel: Callable[[Quantization], bool]
+    # In the kernels' own layout, as so many matrices below each other; None if there is none.
+    pack: Callable[[QuantizedMatrix, int], mx.array | None]
     qmv: Callable[..., mx.array]
     qmm: Callable[..., mx.array]
     gemm: Callable[..., mx.array]
+    gather_qmm: Callable[..., mx.array]
+    route: Callable[[mx.array, int, bool], tuple[mx.array, mx.array, mx.array, mx.array]]
+    combine: Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
     sdpa: Callable[..., mx.array]
     rope: Callable[..., tuple[mx.array, mx.array, mx.array]]
     rms_norm: Callable[[mx.array, mx.array, float], mx.array]

@@ -23,6 +23,9 @@ argmax = _mlx.argmax
 sample = on_device
 rms_norm = _metal.rms_norm
 gemm = _metal.gemm
+gather_qmm = _mlx.gather_qmm
+route = _mlx.route
+combine = _mlx.combine
 
 
 def traced(step: Step) -> Step:
@@ -33,7 +36,11 @@ def has_kernel(spec: Quantization) -> bool:
     return True
 
 
-def pack(m: QuantizedMatrix) -> mx.array | None:
+def has_expert_kernel(spec: Quantization) -> bool:
+    return False
+
+
+def pack(m: QuantizedMatrix, count: int) -> mx.array | None:
     return None
 
 

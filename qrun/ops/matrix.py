@@ -75,11 +75,14 @@ class QuantizedMatrix:
         """affine, mxfp4, nvfp4 or mxfp8."""
         return self.spec.mode
 
-    def pack(self) -> QuantizedMatrix:
-        """The same matrix in the layout of the current backend's kernels, if it has one."""
+    def pack(self, count: int = 1) -> QuantizedMatrix:
+        """The same matrix in the layout of the current backend's kernels, if it has one.
+
+        count: matrices below each other, of which an op picks some.
+        """
         if self.packed is not None:
             return self
-        packed = _launch.backend().pack(self)
+        packed = _launch.backend().pack(self, count)
         if packed is None:
             return self
         mx.eval(packed)
