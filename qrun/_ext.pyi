@@ -17,7 +17,7 @@ Activations = Literal["default", "exact", "int8"]
 
 def pack(
     w: mx.array,  # (N, K*bits/32) uint32
-    scales: mx.array,  # (N, K/group_size); uint8 for mxfp4
+    scales: mx.array,  # (N, K/group_size); uint8 for mxfp4, nvfp4, mxfp8
     biases: mx.array | None,
     bits: int,
     group_size: int,
@@ -26,7 +26,7 @@ def pack(
 ) -> mx.array:  # (bytes,) uint8
     """Repack into the stream that the products read. Bits 2 to 8 except 7, groups 32, 64, 128.
 
-    The other ops must be told the dtype of `scales` (float32 for mxfp4) and the same mode.
+    The other ops must be told the dtype of affine `scales`, and the same mode.
     """
 
 def qmv(

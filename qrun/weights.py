@@ -149,7 +149,7 @@ class Weights:
             width = whole.weight.shape[1]
             return DenseExperts(self._ready(whole.weight.reshape(count, -1, width)))
         assert isinstance(whole, QuantizedLinear)
-        if _launch.backend().has_expert_kernel(whole.matrix.spec):
+        if _launch.backend().GATHERS:
             if self._computes:
                 whole = QuantizedLinear(whole.matrix.pack(count))
         else:
@@ -261,8 +261,6 @@ class Weights:
         if matrix is None:
             return Linear(mx.zeros((count * n, 1)), offset)
         self._root.formats[path] = (count * n * k, matrix.spec)
-        if not matrix.has_kernel:
-            self._root.slow.append(f"{path}: no kernel for {matrix.spec} here, MLX's own op runs")
         return QuantizedLinear(matrix, offset)
 
     def _packed(self, part: QuantizedLinear | Linear) -> QuantizedLinear | Linear:

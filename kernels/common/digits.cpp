@@ -7,6 +7,8 @@
 // element of the group. One-hot rows, and any x whose bits fit, are exact because s is a power of
 // two. A single digit has no bits to spare, so there s is max/127.
 //
+// Against fp8 codes x stays as it is: kFloats in place of a count.
+//
 // A non-finite x must not vanish in the rounding: its group gets the scale NaN.
 #include "kernels.h"
 #include "prologue.h"
@@ -52,6 +54,14 @@ static void prepare_row(const Prologue& p, const Digits& d, int tile, int r) {
       if (p.norm && !spare) x[i] = x[i] * rms * load(at(p.norm, p.norm_type, k), p.norm_type);
       largest = max(largest, bits_of(x[i]) & splat_i(0x7fffffff));
     }
+    if constexpr (COUNT == kFloats) {
+      for (int i = 0; i < d.group / 16; i++) {
+        const int k = g * d.group + i * 16;
+        int8_t* to = digits + (size_t)(k / d.chunk) * rows * COUNT * d.chunk;
+        store((float*)to + k % d.chunk, x[i]);
+      }
+      continue;
+    }
     const int bits = greatest(largest);
     const bool finite = bits < 0x7f800000;
     const float inverse = finite ? inverse_scale(bits, COUNT) : 0.0f;
@@ -76,8 +86,10 @@ void prepare(const Prologue& p, const Digits& d, int tile0, int tile1) {
         prepare_row<1>(p, d, t, r);
       else if (d.count == 2)
         prepare_row<2>(p, d, t, r);
-      else
+      else if (d.count == 3)
         prepare_row<3>(p, d, t, r);
+      else
+        prepare_row<kFloats>(p, d, t, r);
     }
 }
 

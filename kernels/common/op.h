@@ -106,6 +106,9 @@ struct ProductOptions {
 };
 mx::array product(const char* op, const mx::array& x, const mx::array& packed, int n, int k,
                   int bits, int group, const ProductOptions& options);
+// How a matrix is stored; throws where a format has no kernel.
+Matrix format_of(const std::string& op, int n, int k, int bits, int group, Type scales,
+                 const std::string& mode);
 Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits, int group,
                  Type scales, const std::string& mode, int count = 1);
 

@@ -20,6 +20,7 @@ constexpr int kLanes = 16;     // rows of w in a block: one dword lane each
 constexpr int kChunk = 32;     // successive k of a step of the vector kernels
 constexpr int kSegment = 512;  // k whose groups share one float32 sum before it joins the row's
 constexpr int kMaxDigits = 3;
+constexpr int kFloats = 4;  // in place of a count of digits: x itself, a float32 of four bytes
 
 // w in stream order; the drawing is in kernels/qmv/README.md.
 struct Matrix {
@@ -28,7 +29,8 @@ struct Matrix {
   int bits;  // stored width, 4 or 8
   int group;
   Type scales;
-  bool fp4;  // codes are e2m1 numbers: looked up as 12 + 2*value, an integer in 0..24
+  bool fp4;          // codes are e2m1 numbers: looked up as 12 + 2*value, an integer in 0..24
+  bool fp8 = false;  // codes are e4m3 numbers: multiplied as floats (qmv/fp8.cpp)
 
   size_t codes_bytes() const { return (size_t)kLanes * group * bits / 8; }
   size_t group_bytes() const { return codes_bytes() + 2 * kLanes * size_of(scales); }
@@ -45,7 +47,7 @@ struct Digits {
   int8_t* digits;
   float* meta;
   int m, k, group;
-  int count;      // 1, 2 or 3
+  int count;      // 1, 2 or 3, or kFloats
   int tile;       // rows of a full tile
   int chunk;      // successive k whose digits lie together
   bool even_odd;  // 4-bit codes: eight k lie in the order 0 2 4 6 1 3 5 7

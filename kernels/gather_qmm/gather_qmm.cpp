@@ -46,7 +46,7 @@ class GatherQmm : public CpuPrimitive {
     t.rows = out[0].shape(0);
     t.expert = reinterpret_cast<const int*>(dense(in[2], stream()));
     t.row = in.size() > 3 ? reinterpret_cast<const int*>(dense(in[3], stream())) : nullptr;
-    t.count = e_.type == Type::f32 || t.rows <= kAlikeRows ? 3 : 2;
+    t.count = w_.fp8 ? kFloats : e_.type == Type::f32 || t.rows <= kAlikeRows ? 3 : 2;
     // The rows that fill up tiles are at most as many as there are (9 of 16).
     const size_t most = 2 * static_cast<size_t>(t.rows);
     t.digits = static_cast<int8_t*>(scratch(most * t.count * w_.k, stream()));

@@ -2,6 +2,7 @@
 // Several matrices below each other (experts) begin a block each.
 // The drawing is in README.md. 2- and 3-bit codes are widened to 4 bits, 5 and 6 to 8: the numbers
 // they stand for stay the same.
+#include <cmath>
 #include <cstring>
 
 #include "../common/op.h"
@@ -13,7 +14,7 @@ namespace {
 struct Source {
   const uint32_t* w;  // (n, k*bits/32)
   const char* scales;
-  const char* biases;  // null for mxfp4
+  const char* biases;  // null where scales are bytes
   int bits;
 };
 
@@ -28,6 +29,33 @@ inline uint32_t widened(const uint32_t* row, int i, int bits, int wide) {
     out |= static_cast<uint32_t>(two >> shift & ((1u << bits) - 1)) << (j * wide);
   }
   return out;
+}
+
+// A microscaling format's byte: e4m3 (nvfp4, kept in f16) or a power of two (kept in bf16).
+float byte_scale(uint8_t byte, Type kept) {
+  if (kept == Type::bf16) return byte == 255 ? NAN : std::ldexp(1.0f, byte - 127);
+  if ((byte & 127) == 127) return NAN;
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10)
+                              : std::ldexp(static_cast<float>(mantissa), -9);
+  return byte & 128 ? -size : size;
+}
+
+// Whether any e4m3 code is NaN: then so is every sum of its group.
+bool holds_nan(const uint32_t* codes, int dwords) {
+  for (int i = 0; i < dwords * 4; i++)
+    if ((codes[i / 4] >> i % 4 * 8 & 127) == 127) return true;
+  return false;
+}
+
+void put(uint8_t* to, Type type, float value) {
+  if (type == Type::f16) {
+    const mx::float16_t half = value;
+    std::memcpy(to, &half, 2);
+  } else {
+    const mx::bfloat16_t half = value;
+    std::memcpy(to, &half, 2);
+  }
 }
 
 void pack_block(const Matrix& m, const Source& s, uint8_t* out, int block) {
@@ -57,16 +85,12 @@ void pack_block(const Matrix& m, const Source& s, uint8_t* out, int block) {
                                   ? w[g * dwords + i]
                                   : widened(w, g * m.group + i * 32 / m.bits, s.bits, m.bits);
       uint8_t* scales = q + m.codes_bytes() + lane * item;
-      if (m.fp4) {
-        // value = scale/2 * (code number) - 6*scale; both factors are exact in float32
-        const uint8_t e8 = static_cast<uint8_t>(s.scales[row * groups + g]);
-        uint32_t b = e8 ? static_cast<uint32_t>(e8) << 23 : 0x00400000;
-        float scale;
-        std::memcpy(&scale, &b, 4);
-        if (e8 == 255) scale = __builtin_nanf("");
-        const float pair[2] = {scale / 2, scale * -6};
-        std::memcpy(scales, &pair[0], 4);
-        std::memcpy(scales + kLanes * item, &pair[1], 4);
+      if (!s.biases) {
+        // fp4: value = scale/2 * (code number) - 6*scale
+        float scale = byte_scale(static_cast<uint8_t>(s.scales[row * groups + g]), m.scales);
+        if (m.fp8 && holds_nan(w + static_cast<size_t>(g) * dwords, dwords)) scale = NAN;
+        put(scales, m.scales, m.fp4 ? scale / 2 : scale);
+        put(scales + kLanes * item, m.scales, m.fp4 ? scale * -6 : 0);
       } else {
         std::memcpy(scales, s.scales + (row * groups + g) * item, item);
         std::memcpy(scales + kLanes * item, s.biases + (row * groups + g) * item, item);
@@ -98,14 +122,30 @@ class Pack : public CpuPrimitive {
 
 }  // namespace
 
+Matrix format_of(const std::string& op, int n, int k, int bits, int group, Type scales,
+                 const std::string& mode) {
+  const std::string at = op + ": ", what = std::to_string(bits) + " bits in mode " + mode;
+  const bool affine = mode == "affine", fp4 = mode == "mxfp4" || mode == "nvfp4";
+  const bool fp8 = mode == "mxfp8";
+  require(affine || fp4 || fp8, at + "mode \"" + mode + "\" has no CPU kernel");
+  require(affine ? bits >= 2 && bits <= 8 && bits != 7 : bits == (fp8 ? 8 : 4),
+          at + what + " have no CPU kernel");
+  if (affine)
+    require(group == 32 || group == 64 || group == 128,
+            at + "group_size must be 32, 64 or 128, not " + std::to_string(group));
+  else
+    require(group == (mode == "nvfp4" ? 16 : 32),
+            at + "group_size of " + mode + " cannot be " + std::to_string(group));
+  // Both numbers that a microscaling format's byte becomes are exact in these types.
+  const Type type = affine ? scales : mode == "nvfp4" ? Type::f16 : Type::bf16;
+  return {nullptr, n, k, bits <= 4 ? 4 : 8, group, type, fp4, fp8};
+}
+
 mx::array pack(const mx::array& w, const mx::array& scales, const std::optional<mx::array>& biases,
                int bits, int group, const std::string& mode, int count) {
-  const bool fp4 = mode == "mxfp4";
-  require(mode == "affine" || fp4, "pack: mode \"" + mode + "\" has no CPU kernel");
-  require(bits >= 2 && bits <= 8 && bits != 7 && (!fp4 || bits == 4),
-          "pack: " + std::to_string(bits) + " bits in mode " + mode + " have no CPU kernel");
-  require(group == 32 || group == 64 || group == 128,
-          "pack: group_size must be 32, 64 or 128, not " + std::to_string(group));
+  const bool affine = mode == "affine";
+  const Type type = affine ? type_of(scales.dtype(), "pack", "scales") : Type::f32;
+  Matrix m = format_of("pack", 1, group, bits, group, type, mode);
   require(w.ndim() == 2 && w.dtype() == mx::uint32, "pack: w must be uint32 (n, k*bits/32)");
   const int rows = w.shape(0), n = rows / std::max(count, 1);
   require(count >= 1 && n * count == rows,
@@ -116,17 +156,17 @@ mx::array pack(const mx::array& w, const mx::array& scales, const std::optional<
               std::to_string(group) + " at " + std::to_string(bits) + " bits");
   const int k = static_cast<int>(row_bits / bits);
   require_shape("pack", "scales", scales, {rows, k / group});
-  require(biases.has_value() != fp4,
-          fp4 ? "pack: mxfp4 has no biases" : "pack: affine matrices need biases");
+  require(biases.has_value() == affine,
+          affine ? "pack: affine matrices need biases" : "pack: " + mode + " has no biases");
   std::vector<mx::array> inputs{w, scales};
   if (biases) {
     require_shape("pack", "biases", *biases, {rows, k / group});
     require(biases->dtype() == scales.dtype(), "pack: scales and biases must have one dtype");
     inputs.push_back(*biases);
   }
-  require(!fp4 || scales.dtype() == mx::uint8, "pack: mxfp4 scales must be uint8");
-  const Type type = fp4 ? Type::f32 : type_of(scales.dtype(), "pack", "scales");
-  const Matrix m{nullptr, n, k, bits <= 4 ? 4 : 8, group, type, fp4};
+  require(affine || scales.dtype() == mx::uint8, "pack: " + mode + " scales must be uint8");
+  m.n = n;
+  m.k = k;
   const size_t bytes = m.block_bytes() * m.blocks() * count;
   require(bytes < (size_t{1} << 31),
           "pack: the matrix needs " + std::to_string(bytes) + " bytes, MLX's axes end at 2^31");

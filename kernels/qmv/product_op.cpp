@@ -11,12 +11,9 @@ Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits
                  Type scales, const std::string& mode, int count) {
   const std::string at = std::string(op) + ": ";
   require(n >= 1 && k >= 1, at + "n and k must be at least 1");
-  require(mode == "affine" || mode == "mxfp4", at + "mode \"" + mode + "\" has no CPU kernel");
-  require(bits >= 2 && bits <= 8 && bits != 7, at + "bits must be 2, 3, 4, 5, 6 or 8");
-  require(group == 32 || group == 64 || group == 128, at + "group_size must be 32, 64 or 128");
   require(k % group == 0, at + "k = " + std::to_string(k) +
                               " is not a multiple of group_size = " + std::to_string(group));
-  Matrix m{nullptr, n, k, bits <= 4 ? 4 : 8, group, scales, mode == "mxfp4"};
+  const Matrix m = format_of(op, n, k, bits, group, scales, mode);
   const size_t bytes = m.block_bytes() * m.blocks() * count;
   require(packed.dtype() == mx::uint8 && packed.ndim() == 1 && packed.size() == bytes,
           at + "packed has shape " + text(packed.shape()) + ", expected (" + std::to_string(bytes) +
@@ -38,13 +35,14 @@ Digits digits_of(const Kernels& run, const Matrix& w, int m, int count) {
   d.m = m;
   d.k = w.k;
   d.group = w.group;
-  d.count = count;
+  d.count = w.fp8 ? kFloats : count;
   d.even_odd = w.bits == 4;
-  // Rows of x from which a matrix unit, where there is one, pays.
+  // Rows of x from which a matrix unit, where there is one, pays. It wants 32 codes a scale.
   constexpr int kUnitFrom = 9;
-  const bool unit = run.product_tiled && m >= kUnitFrom;
-  d.tile = unit ? kUnitRows : std::min(tile_height(std::min(m, 8)), run.max_tile[count]);
-  d.chunk = unit ? std::min(d.group, 64) : kChunk;
+  const bool unit = run.product_tiled && m >= kUnitFrom && w.group >= 32 && !w.fp8;
+  const int most = w.fp8 ? 4 : run.max_tile[count];
+  d.tile = unit ? kUnitRows : std::min(tile_height(std::min(m, 8)), most);
+  d.chunk = std::min(d.group, unit ? 64 : kChunk);
   return d;
 }
 

@@ -15,11 +15,10 @@ from qrun.ops import _mlx
 from qrun.ops._launch import Arrays, Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_host
-from qrun.quantization import Quantization
 
 NAME = "cpu"
 QMV_ROWS = 8
-MODES = ("affine", "mxfp4")  # with kernels; a matrix in another takes MLX's product
+GATHERS = True
 
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
@@ -59,17 +58,8 @@ def traced(step: Step) -> Step:
     return run
 
 
-def has_kernel(spec: Quantization) -> bool:
-    return spec.mode in MODES
-
-
-has_expert_kernel = has_kernel
-
-
-def pack(m: QuantizedMatrix, count: int = 1) -> mx.array | None:
+def pack(m: QuantizedMatrix, count: int = 1) -> mx.array:
     """The stream of uint8 bytes; m's own arrays are no longer needed then."""
-    if not has_kernel(m.spec):
-        return None
     assert m.w is not None
     assert m.scales is not None
     spec = m.spec
@@ -112,10 +102,6 @@ def _product(
     activation: str | None,
     scale: float,
 ) -> mx.array:
-    if not has_kernel(m.spec):
-        return _mlx.qmv(
-            x, m, norm=norm, bias=bias, residual=residual, activation=activation, scale=scale
-        )
     return kernel(
         x,
         _stream(m),
@@ -144,10 +130,6 @@ def gather_qmm(
     activation: Literal["swiglu", "geglu"] | None,
     grouped: bool,
 ) -> mx.array:
-    if not has_kernel(m.spec):
-        return _mlx.gather_qmm(
-            x, m, row, expert, count=count, activation=activation, grouped=grouped
-        )
     return _ext.gather_qmm(
         x,
         _stream(m, count),
@@ -171,14 +153,10 @@ def _scales(m: QuantizedMatrix) -> mx.Dtype:
 
 def _stream(m: QuantizedMatrix, count: int = 1) -> mx.array:
     """m's packed bytes; a matrix that was never packed is packed for this one call."""
-    packed = m.packed if m.packed is not None else pack(m, count)
-    assert packed is not None
-    return packed
+    return m.packed if m.packed is not None else pack(m, count)
 
 
 def embedding(ids: mx.array, m: QuantizedMatrix, *, dtype: mx.Dtype, scale: float) -> mx.array:
-    if not has_kernel(m.spec):
-        return _mlx.embedding(ids, m, dtype=dtype, scale=scale)
     return _ext.embedding(
         ids,
         _stream(m),

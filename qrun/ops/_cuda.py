@@ -10,9 +10,9 @@ from qrun.ops._cuda_rows import argmax, embedding, rms_norm, rope, sdpa, swiglu
 from qrun.ops._launch import Step
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
-from qrun.quantization import Quantization
 
 __all__ = [
+    "GATHERS",
     "NAME",
     "QMV_ROWS",
     "argmax",
@@ -20,8 +20,6 @@ __all__ = [
     "embedding",
     "gather_qmm",
     "gemm",
-    "has_expert_kernel",
-    "has_kernel",
     "pack",
     "qmm",
     "qmv",
@@ -36,20 +34,13 @@ __all__ = [
 
 NAME = "cuda"
 QMV_ROWS = 16
+GATHERS = False
 
 sample = on_device
 gemm = _mlx.gemm
 gather_qmm = _mlx.gather_qmm
 route = _mlx.route
 combine = _mlx.combine
-
-
-def has_kernel(spec: Quantization) -> bool:
-    return True
-
-
-def has_expert_kernel(spec: Quantization) -> bool:
-    return False
 
 
 def traced(step: Step) -> Step:

@@ -17,7 +17,6 @@ import mlx.core as mx
 
 if TYPE_CHECKING:
     from qrun.ops.matrix import QuantizedMatrix
-    from qrun.quantization import Quantization
 
 Norm = tuple[
     mx.array, float
@@ -35,13 +34,11 @@ class Backend(Protocol):
     NAME: str
     # Products of more rows than this are qmm's.
     QMV_ROWS: int
+    # Whether gather_qmm is a kernel of its own, or a slower right way.
+    GATHERS: bool
 
     # A step whose arrays always have the same shapes, traced once and replayed.
     traced: Callable[[Step], Step]
-    # Whether matrices of a format run on kernels of its own, or a slower right way.
-    has_kernel: Callable[[Quantization], bool]
-    # The same for a mixture's experts.
-    has_expert_kernel: Callable[[Quantization], bool]
     # In the kernels' own layout, as so many matrices below each other; None if there is none.
     pack: Callable[[QuantizedMatrix, int], mx.array | None]
     qmv: Callable[..., mx.array]

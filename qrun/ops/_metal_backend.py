@@ -14,10 +14,10 @@ from qrun.ops import _metal, _metal_geometry, _mlx
 from qrun.ops._launch import Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
-from qrun.quantization import Quantization
 
 NAME = "metal"
 QMV_ROWS = _metal_geometry.MAX_ROWS
+GATHERS = False
 
 argmax = _mlx.argmax
 sample = on_device
@@ -30,14 +30,6 @@ combine = _mlx.combine
 
 def traced(step: Step) -> Step:
     return mx.compile(step)
-
-
-def has_kernel(spec: Quantization) -> bool:
-    return True
-
-
-def has_expert_kernel(spec: Quantization) -> bool:
-    return False
 
 
 def pack(m: QuantizedMatrix, count: int) -> mx.array | None:

@@ -13,24 +13,16 @@ import mlx.core as mx
 from qrun.ops._launch import Norm, Step
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
-from qrun.quantization import Quantization
 
 NAME = "mlx"
 QMV_ROWS = 8
+GATHERS = False
 
 sample = on_device
 
 
 def traced(step: Step) -> Step:
     return step  # mx.compile would need a C++ compiler at run time on a CPU
-
-
-def has_kernel(spec: Quantization) -> bool:
-    return True
-
-
-def has_expert_kernel(spec: Quantization) -> bool:
-    return False
 
 
 def pack(m: QuantizedMatrix, count: int) -> mx.array | None:

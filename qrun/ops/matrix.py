@@ -56,11 +56,6 @@ class QuantizedMatrix:
         return sum(a.nbytes for a in arrays if a is not None)
 
     @property
-    def has_kernel(self) -> bool:
-        """Whether the current backend has kernels for the format; otherwise MLX's product runs."""
-        return _launch.backend().has_kernel(self.spec)
-
-    @property
     def bits(self) -> int:
         """Bits a code."""
         return self.spec.bits
