@@ -74,7 +74,7 @@ NB_MODULE(_ext, m) {
   m.def("combine", &qrun::combine, "x"_a, "place"_a, "share"_a, "residual"_a);
   m.def("rms_norm", &qrun::rms_norm, "x"_a, "weight"_a, "eps"_a);
   m.def("swiglu", &qrun::swiglu, "gate_up"_a);
-  m.def("argmax", &qrun::argmax, "logits"_a);
+  m.def("argmax", &qrun::argmax, "logits"_a, "limit"_a);
   m.def(
       "embedding",
       [](const array& ids, const array& packed, int n, int k, int bits, int group_size,

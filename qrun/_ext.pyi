@@ -81,7 +81,9 @@ def combine(
 ) -> mx.array: ...
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array: ...
 def swiglu(gate_up: mx.array) -> mx.array: ...  # (..., 2N) interleaved -> (..., N)
-def argmax(logits: mx.array) -> mx.array:  # (..., V) -> (...) int32; -1: not all are finite
+def argmax(
+    logits: mx.array, limit: int
+) -> mx.array:  # (..., V) -> (...) int32; -1: not all are finite
     """The first largest index; 2**32 - 1 where a row holds a NaN or an infinity."""
 
 def embedding(

@@ -23,6 +23,7 @@ from qrun.loader import LoadedModel
 from qrun.ops import QuantizedMatrix, qmm, qmv
 from qrun.ops.qmv import qmv_bytes
 from qrun.quantization import Quantization
+from qrun.sampling import Sampler, Sampling
 
 PREFILLS = (16, 512, 2048)
 CONTEXTS = (16, 1024)
@@ -152,19 +153,19 @@ def prefill_seconds(model: LoadedModel, tokens: int) -> float:
 def decode_seconds(model: LoadedModel, context: int) -> tuple[float, int]:
     """Seconds of STEPS single tokens behind `context` others, and the bytes they must move."""
     cache = model.new_cache(context + STEPS + 1)
-    token = mx.argmax(prefill(model, prompt(model, context), cache), axis=-1).astype(mx.int32)
-    step = decode_step(model, cache)
-    token = mx.argmax(step(token), axis=-1).astype(mx.int32)  # the first step may be traced
-    mx.eval(token)
+    sampler = Sampler(Sampling(), [], model.tokenizer.size)
+    token = sampler(prefill(model, prompt(model, context), cache))
+    step = decode_step(model, cache, sampler)
+    token = step(token)  # the first step may be traced
+    token.item()
     moved = 0
     start = time.perf_counter()
     for _ in range(STEPS):
-        following = mx.argmax(step(token), axis=-1).astype(mx.int32)
-        mx.async_eval(following)
-        mx.eval(token)
+        following = step(token)
+        token.item()
         token = following
         moved += model.step_bytes + cache.bytes_held()
-    mx.eval(token)
+    token.item()
     return time.perf_counter() - start, moved
 
 

@@ -186,12 +186,9 @@ def _run(
     if room:
         token = sampler(prefill(model, ids, cache))
         mx.async_eval(token)
-        step = decode_step(model, cache)
+        step = decode_step(model, cache, sampler)
         for n in range(room):
-            upcoming = None
-            if n + 1 < room:
-                upcoming = sampler(step(token))
-                mx.async_eval(upcoming)
+            upcoming = step(token) if n + 1 < room else None
             value = int(cast(int, token.item()))
             if n == 0:
                 first = time.perf_counter()
@@ -245,30 +242,37 @@ def prefill(model: LoadedModel, ids: Sequence[int], cache: Cache) -> mx.array:
     return model.model.logits(hidden[-1:])
 
 
-def decode_step(model: LoadedModel, cache: Cache) -> Callable[[mx.array], mx.array]:
-    """A function token (1,) -> logits (1, V) that appends to the cache.
+def decode_step(
+    model: LoadedModel, cache: Cache, sampler: Sampler | None = None
+) -> Callable[[mx.array], mx.array]:
+    """A function token (1,) -> the next token (1,) that appends to the cache.
 
-    Traced once and replayed where the backend allows it: every step has the same shapes, and the
-    position is data.
+    Without a sampler -> logits (1, V). Either is under way when it returns. Traced once and
+    replayed where the backend allows it: every step has the same shapes, and the position is data.
     """
-
     layers = len(cache.keys)
+    greedy = sampler is not None and sampler.greedy  # the choice is then a part of what is replayed
 
     def step(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
-        """(token, offset), (keys, values) -> (logits,), (keys, values)."""
+        """(token, offset), (keys, values) -> (logits or token,), (keys, values)."""
         token, offset = inputs
         seen = cache.bound(state[:layers], state[layers:], offset)
-        logits = model.model.logits(model.model(token, seen))
-        return [logits], [*seen.keys, *seen.values]
+        result = model.model.logits(model.model(token, seen))
+        if sampler is not None and greedy:
+            result = sampler.likeliest(result)
+        return [result], [*seen.keys, *seen.values]
 
     run = _launch.backend().traced(step)
     state = [*cache.keys, *cache.values]
 
     def advance(token: mx.array) -> mx.array:
         nonlocal state
-        (logits,), state = run([token, cache.offset], state)
+        (result,), state = run([token, cache.offset], state)
         cache.keys, cache.values = state[:layers], state[layers:]
         cache.advance(1)
-        return logits
+        if sampler is not None and not greedy:
+            result = sampler(result)
+            mx.async_eval(result)
+        return result
 
     return advance

@@ -128,7 +128,7 @@ Activation activation_of(const std::string& at, const std::string& name, int n);
 
 mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps);
 mx::array swiglu(const mx::array& gate_up);
-mx::array argmax(const mx::array& logits);
+mx::array argmax(const mx::array& logits, int limit);
 mx::array embedding(const mx::array& ids, const mx::array& packed, int n, int k, int bits,
                     int group, Type scales, const std::string& mode, Type type, float scale);
 std::vector<mx::array> rope(const mx::array& qkv, const mx::array& k_cache,

@@ -16,6 +16,22 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
+// Programmatic dependent launch (compute capability 9.0): every kernel calls both once. From the first on,
+// the kernel behind it in the stream may take the places that this one's blocks leave. From the second
+// on, what the kernels before it wrote can be read, and written over; until then only constants may be
+// touched (weights, scales). A kernel launched in the ordinary way passes both.
+__device__ __forceinline__ void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // 16 bytes that nobody reads twice: they shall not push x out of L1.
 __device__ __forceinline__ uint4 load_stream(const void* p) {
   uint4 v;

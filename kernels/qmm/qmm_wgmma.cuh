@@ -161,7 +161,9 @@ struct QmmWgmma {
     char* shared = place();
     const int stages = (pk + RUN * WK - 1) / (RUN * WK);
     float acc[BM / 8][4] = {};
+    start_next_kernel();
     Factors next = load_factors(0);
+    wait_for_previous_kernel();
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
       fetch(shared, s);

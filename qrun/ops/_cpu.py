@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from qrun import _ext
 from qrun.ops import _mlx
-from qrun.ops._launch import Arrays, Norm, Step
+from qrun.ops._launch import Arrays, Norm, Step, enqueued
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_host
 
@@ -43,7 +43,7 @@ def traced(step: Step) -> Step:
     def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
         nonlocal program, bound, last, foreign
         if foreign:
-            return step(inputs, state)
+            return enqueued(step)(inputs, state)
         if program is None or any(a is not b for a, b in zip(state, bound, strict=True)):
             mx.eval(state)  # what is still to be computed must not become part of the program
             outputs, after = step(inputs, state)
@@ -51,8 +51,10 @@ def traced(step: Step) -> Step:
                 program, bound, last = _ext.Program(inputs, outputs), state, []
             except ValueError:  # an op of MLX among them
                 foreign = True
+                mx.async_eval(outputs, after)
                 return outputs, after
         last = program(inputs, last)
+        mx.async_eval(last)
         return last, bound
 
     return run

@@ -6,8 +6,8 @@ import mlx.core as mx
 
 from qrun.ops import _mlx
 from qrun.ops._cuda_product import qmm, qmv
+from qrun.ops._cuda_program import traced
 from qrun.ops._cuda_rows import argmax, embedding, rms_norm, rope, sdpa, swiglu
-from qrun.ops._launch import Step
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
 
@@ -41,10 +41,6 @@ gemm = _mlx.gemm
 gather_qmm = _mlx.gather_qmm
 route = _mlx.route
 combine = _mlx.combine
-
-
-def traced(step: Step) -> Step:
-    return mx.compile(step)
 
 
 def pack(m: QuantizedMatrix, count: int) -> mx.array | None:

@@ -37,7 +37,8 @@ class Backend(Protocol):
     # Whether gather_qmm is a kernel of its own, or a slower right way.
     GATHERS: bool
 
-    # A step whose arrays always have the same shapes, traced once and replayed.
+    # A step whose arrays always have the same shapes, traced once and replayed. What it returns is
+    # under way; a result may be no more than something with `item()` that the next step takes.
     traced: Callable[[Step], Step]
     # In the kernels' own layout, as so many matrices below each other; None if there is none.
     pack: Callable[[QuantizedMatrix, int], mx.array | None]
@@ -52,8 +53,19 @@ class Backend(Protocol):
     rms_norm: Callable[[mx.array, mx.array, float], mx.array]
     embedding: Callable[..., mx.array]
     swiglu: Callable[[mx.array], mx.array]
-    argmax: Callable[[mx.array], mx.array]
+    argmax: Callable[[mx.array, int], mx.array]
     sample: Callable[..., mx.array]
+
+
+def enqueued(step: Step) -> Step:
+    """The step, with all that it returns under way."""
+
+    def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        outputs, state = step(inputs, state)
+        mx.async_eval(outputs, state)
+        return outputs, state
+
+    return run
 
 
 def backend() -> Backend:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from qrun.ops import _metal, _metal_geometry, _mlx
-from qrun.ops._launch import Norm, Step
+from qrun.ops._launch import Norm, Step, enqueued
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
 
@@ -29,7 +29,7 @@ combine = _mlx.combine
 
 
 def traced(step: Step) -> Step:
-    return mx.compile(step)
+    return enqueued(mx.compile(step))
 
 
 def pack(m: QuantizedMatrix, count: int) -> mx.array | None:

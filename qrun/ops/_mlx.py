@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun.ops._launch import Norm, Step
+from qrun.ops._launch import Norm, Step, enqueued
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
 
@@ -22,7 +22,7 @@ sample = on_device
 
 
 def traced(step: Step) -> Step:
-    return step  # mx.compile would need a C++ compiler at run time on a CPU
+    return enqueued(step)  # mx.compile would need a C++ compiler at run time on a CPU
 
 
 def pack(m: QuantizedMatrix, count: int) -> mx.array | None:
@@ -166,7 +166,8 @@ def swiglu(gate_up: mx.array) -> mx.array:
     return epilogue(gate_up.astype(mx.float32), None, None, "swiglu").astype(gate_up.dtype)
 
 
-def argmax(logits: mx.array) -> mx.array:
+def argmax(logits: mx.array, limit: int) -> mx.array:
+    logits = logits[:, :limit]
     # A sum is finite only if every term is: one pass, and no wait for the device.
     finite = mx.isfinite(mx.sum(logits.astype(mx.float32), axis=-1))
     return mx.where(finite, mx.argmax(logits, axis=-1).astype(mx.int32), -1)
