@@ -109,7 +109,7 @@ def test_stacked_experts(case: str, bits: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", zoo.PEERS)
 def test_four_bits(case: str, tmp_path: Path, backend: Any) -> None:
-    """Every architecture quantized: a 300-token prefill and steps, against float64 on the values."""
+    """Every architecture quantized: a 300-token prefill and steps, against float64."""
     folder = zoo.write(tmp_path / case, case, bits=4, dtype="F16")
     tensors = reference.unpacked(zoo.tensors(case, bits=4, dtype="F16"), Quantization(4, 32))
     ids = zoo.ids_of(case, 306)
