@@ -17,7 +17,6 @@ import mlx.core as mx
 
 if TYPE_CHECKING:
     from qrun.ops.matrix import QuantizedMatrix
-    from qrun.quantization import Quantization
 
 Norm = tuple[
     mx.array, float
@@ -37,18 +36,22 @@ class Backend(Protocol):
     QMV_ROWS: int
     # Rows of a prompt fed at a time: enough to be bound by arithmetic, few enough to stay small.
     PREFILL_ROWS: int
+    # Whether gather_qmm is a kernel of its own, or a slower right way.
+    GATHERS: bool
 
     # A step whose arrays always have the same shapes, traced once and replayed. What it returns is
     # under way; a result may be no more than something with `item()` that the next step takes.
     traced: Callable[[Step], Step]
     # The same for a step that runs a single time.
     once: Callable[[Step], Step]
-    # Whether matrices of a format run on kernels of its own, or a slower right way.
-    has_kernel: Callable[[Quantization], bool]
-    pack: Callable[[QuantizedMatrix], mx.array | None]
+    # In the kernels' own layout, as so many matrices below each other; None if there is none.
+    pack: Callable[[QuantizedMatrix, int], mx.array | None]
     qmv: Callable[..., mx.array]
     qmm: Callable[..., mx.array]
     gemm: Callable[..., mx.array]
+    gather_qmm: Callable[..., mx.array]
+    route: Callable[[mx.array, int, bool], tuple[mx.array, mx.array, mx.array, mx.array]]
+    combine: Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
     sdpa: Callable[..., mx.array]
     rope: Callable[..., tuple[mx.array, mx.array, mx.array]]
     rms_norm: Callable[[mx.array, mx.array, float], mx.array]

@@ -20,17 +20,20 @@ from qrun.ops._metal_ladder import ladder
 from qrun.ops._metal_timings import Timings
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
-from qrun.quantization import Quantization
 
 NAME = "metal"
 QMV_ROWS = _metal_geometry.MAX_ROWS
 PREFILL_ROWS = 512
+GATHERS = False
 
 argmax = _mlx.argmax
 sample = on_device
 rms_norm = _metal.rms_norm
 gemm = _metal.gemm
 once = enqueued
+gather_qmm = _mlx.gather_qmm
+route = _mlx.route
+combine = _mlx.combine
 
 __all__ = ["ladder"]  # for qrun.bench; the rest is `_launch.Backend`'s
 
@@ -39,11 +42,7 @@ def traced(step: Step) -> Step:
     return enqueued(mx.compile(step))
 
 
-def has_kernel(spec: Quantization) -> bool:
-    return True
-
-
-def pack(m: QuantizedMatrix) -> mx.array | None:
+def pack(m: QuantizedMatrix, count: int) -> mx.array | None:
     return None
 
 
