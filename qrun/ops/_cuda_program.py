@@ -80,6 +80,8 @@ class Tape:
     """What a step launches, in order, and the blocks of memory that its results need."""
 
     def __init__(self) -> None:
+        self.inputs: list[Slot] = []
+        self.outputs: list[Slot] = []
         self.launches: list[_Launch] = []
         self.sizes: list[int] = []
 
@@ -102,13 +104,13 @@ class Tape:
         self.launches.append(_Launch(kernel, [*inputs, *made], numbers, grid))
         return cast(Arrays, made)
 
-    def placed(self, lasting: list[Slot]) -> tuple[list[int], int]:
+    def placed(self) -> tuple[list[int], int]:
         """Where each block begins, and the bytes of all; what is read no more makes room.
 
-        lasting: what is not made or not last read by a launch. A launch writes only when the one
-        before it has ended, so a block may follow right upon the last reader of another.
+        Inputs and outputs stay. A launch writes only when the one before it has ended, so a block
+        may follow right upon the last reader of another.
         """
-        kept = {slot.block for slot in lasting}
+        kept = {slot.block for slot in (*self.inputs, *self.outputs)}
         last = {
             a.block: n
             for n, each in enumerate(self.launches)
@@ -158,11 +160,11 @@ def traced(step: Step) -> Step:
         if by_graph is not None:
             return by_graph(inputs, state)
         if program is None or any(a is not b for a, b in zip(state, bound, strict=True)):
-            try:
-                program, bound = Program(step, inputs, state), state
-            except (NotRecordableError, TypeError):  # an op of MLX does not take a Slot
+            tape = record(step, inputs, state)
+            if tape is None:
                 by_graph = enqueued(mx.compile(step))
                 return by_graph(inputs, state)
+            program, bound = Program(tape, inputs, state), state
         return program(inputs), bound
 
     return run
@@ -172,12 +174,27 @@ def once(step: Step) -> Step:
     """The same for a step that runs a single time: launched as it is, without a graph."""
 
     def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
-        try:
-            return Program(step, inputs, state, graph=False)(inputs), state
-        except (NotRecordableError, TypeError):
+        tape = record(step, inputs, state)
+        if tape is None:
             return enqueued(step)(inputs, state)
+        return Program(tape, inputs, state, graph=False)(inputs), state
 
     return run
+
+
+def record(step: Step, inputs: Arrays, state: Arrays) -> Tape | None:
+    """What the step launches; None if it does something else with its arrays."""
+    tape = Tape()
+    tape.inputs = [tape.slot(a.shape, a.dtype) for a in inputs]
+    try:
+        with run_by(tape.run):
+            outputs, _ = step(cast(Arrays, tape.inputs), state)
+    except (NotRecordableError, TypeError, ValueError):  # how MLX refuses a Slot
+        return None
+    if not all(isinstance(o, Slot) for o in outputs):
+        return None
+    tape.outputs = cast(list[Slot], outputs)
+    return tape
 
 
 class Pending:
@@ -198,21 +215,16 @@ class Pending:
 class Program:
     """A recorded step. Replays follow each other on a stream of its own."""
 
-    def __init__(self, step: Step, inputs: Arrays, state: Arrays, *, graph: bool = True) -> None:
-        tape = Tape()
-        self._inputs = [tape.slot(a.shape, a.dtype) for a in inputs]
-        with run_by(tape.run):
-            outputs, _ = step(cast(Arrays, self._inputs), state)
-        if not all(isinstance(o, Slot) for o in outputs):
-            raise NotRecordableError("outputs")
-        self._outputs = cast(list[Slot], outputs)
+    def __init__(self, tape: Tape, inputs: Arrays, state: Arrays, *, graph: bool = True) -> None:
+        self._inputs, self._outputs = tape.inputs, tape.outputs
         self._small = [s for s in self._outputs if s.nbytes <= SMALL]
-        self._places, size = tape.placed(self._inputs + self._outputs)
+        self._places, size = tape.placed()
         self._memory = mx.zeros(size, mx.uint8)
         # Everything that a launch reads or writes outside the memory stays alive with the program.
         found = (a for each in tape.launches for a in each.arrays if isinstance(a, mx.array))
         self._held = list({id(a): mx.contiguous(a) for a in found}.items())
-        mx.eval(self._memory, inputs, state, [a for _, a in self._held])
+        made = [a for a in inputs if not isinstance(a, Pending)]
+        mx.eval(self._memory, made, state, [a for _, a in self._held])
         mx.synchronize()
         self._base, *others = addresses([self._memory, *(a for _, a in self._held)])
         self._where = {key: at for (key, _), at in zip(self._held, others, strict=True)}
