@@ -50,12 +50,31 @@ NB_MODULE(_ext, m) {
       MLX_VERSION_MINOR) "." QRUN_STRING(MLX_VERSION_PATCH);
 
   m.def("pack", &qrun::pack, "w"_a, "scales"_a, "biases"_a.none(), "bits"_a, "group_size"_a,
-        "mode"_a = "affine");
+        "mode"_a = "affine", "count"_a = 1);
   define_product(m, kQmv, &bound_product<kQmv>);
   define_product(m, kQmm, &bound_product<kQmm>);
+  m.def(
+      "gather_qmm",
+      [](const array& x, const array& packed, const array& expert, const Maybe& row, int count,
+         int n, int k, int bits, int group_size, Dtype scale_dtype, const std::string& activation,
+         const std::string& mode) {
+        return qrun::gather_qmm(x, packed, row, expert, count, n, k, bits, group_size,
+                                qrun::type_of(scale_dtype, "gather_qmm", "scale_dtype"), mode,
+                                activation);
+      },
+      "x"_a, "packed"_a, "expert"_a, "row"_a.none(), "count"_a, "n"_a, "k"_a, "bits"_a,
+      "group_size"_a, nb::kw_only(), "scale_dtype"_a, "activation"_a = "none", "mode"_a = "affine");
+  m.def(
+      "route",
+      [](const array& logits, int top, bool renormalize) {
+        auto out = qrun::route(logits, top, renormalize);
+        return std::make_tuple(out[0], out[1], out[2], out[3]);
+      },
+      "logits"_a, "top"_a, "renormalize"_a);
+  m.def("combine", &qrun::combine, "x"_a, "place"_a, "share"_a, "residual"_a);
   m.def("rms_norm", &qrun::rms_norm, "x"_a, "weight"_a, "eps"_a);
   m.def("swiglu", &qrun::swiglu, "gate_up"_a);
-  m.def("argmax", &qrun::argmax, "logits"_a);
+  m.def("argmax", &qrun::argmax, "logits"_a, "limit"_a);
   m.def(
       "embedding",
       [](const array& ids, const array& packed, int n, int k, int bits, int group_size,

@@ -17,15 +17,16 @@ Activations = Literal["default", "exact", "int8"]
 
 def pack(
     w: mx.array,  # (N, K*bits/32) uint32
-    scales: mx.array,  # (N, K/group_size); uint8 for mxfp4
+    scales: mx.array,  # (N, K/group_size); uint8 for mxfp4, nvfp4, mxfp8
     biases: mx.array | None,
     bits: int,
     group_size: int,
     mode: str = "affine",
+    count: int = 1,  # so many matrices of N/count rows: each begins a block of 16 rows
 ) -> mx.array:  # (bytes,) uint8
     """Repack into the stream that the products read. Bits 2 to 8 except 7, groups 32, 64, 128.
 
-    The other ops must be told the dtype of `scales` (float32 for mxfp4) and the same mode.
+    The other ops must be told the dtype of affine `scales`, and the same mode.
     """
 
 def qmv(
@@ -50,9 +51,39 @@ def qmv(
 
 qmm = qmv
 
+def gather_qmm(
+    x: mx.array,  # (M, K)
+    packed: mx.array,  # of `count` matrices
+    expert: mx.array,  # (R,) int32
+    row: mx.array | None,  # (R,) int32; None: row r of x
+    count: int,
+    n: int,  # of one matrix
+    k: int,
+    bits: int,
+    group_size: int,
+    *,
+    scale_dtype: mx.Dtype,
+    activation: Activation = "none",
+    mode: str = "affine",
+) -> mx.array:  # (R, N), or (R, N/2) when gated
+    """RuntimeError at evaluation where an index is outside."""
+
+def route(
+    logits: mx.array,  # (M, E)
+    top: int,
+    renormalize: bool,
+) -> tuple[mx.array, mx.array, mx.array, mx.array]: ...  # expert, row, place, share: ops/route.py
+def combine(
+    x: mx.array,  # (R, N)
+    place: mx.array,  # (M, top) int32
+    share: mx.array,  # (M, top) float32
+    residual: mx.array,  # (M, N)
+) -> mx.array: ...
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array: ...
 def swiglu(gate_up: mx.array) -> mx.array: ...  # (..., 2N) interleaved -> (..., N)
-def argmax(logits: mx.array) -> mx.array:  # (..., V) -> (...) int32; -1: not all are finite
+def argmax(
+    logits: mx.array, limit: int
+) -> mx.array:  # (..., V) -> (...) int32; -1: not all are finite
     """The first largest index; 2**32 - 1 where a row holds a NaN or an infinity."""
 
 def embedding(

@@ -20,15 +20,17 @@ import numpy as np
 from qrun.errors import UsageError
 from qrun.generation import decode_step, prefill
 from qrun.loader import LoadedModel
-from qrun.ops import QuantizedMatrix, qmm, qmv
+from qrun.ops import QuantizedMatrix, _launch, qmm, qmv
 from qrun.ops.qmv import qmv_bytes
 from qrun.quantization import Quantization
+from qrun.sampling import Sampler, Sampling
 
 PREFILLS = (16, 512, 2048)
 CONTEXTS = (16, 1024)
 STEPS = 32
 # N x K of layers of small and large models, odd K included.
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (1536, 576), (576, 1536))
+LADDER_SHAPES = ((4096, 4096), (1536, 576))  # N x K
 COLD_BYTES = 512 << 20  # matrices rotated through: more than any cache that is ours alone
 
 
@@ -152,19 +154,19 @@ def prefill_seconds(model: LoadedModel, tokens: int) -> float:
 def decode_seconds(model: LoadedModel, context: int) -> tuple[float, int]:
     """Seconds of STEPS single tokens behind `context` others, and the bytes they must move."""
     cache = model.new_cache(context + STEPS + 1)
-    token = mx.argmax(prefill(model, prompt(model, context), cache), axis=-1).astype(mx.int32)
-    step = decode_step(model, cache)
-    token = mx.argmax(step(token), axis=-1).astype(mx.int32)  # the first step may be traced
-    mx.eval(token)
+    sampler = Sampler(Sampling(), [], model.tokenizer.size)
+    token = prefill(model, prompt(model, context), cache, sampler)
+    step = decode_step(model, cache, sampler)
+    token = step(token)  # the first step may be traced
+    token.item()
     moved = 0
     start = time.perf_counter()
     for _ in range(STEPS):
-        following = mx.argmax(step(token), axis=-1).astype(mx.int32)
-        mx.async_eval(following)
-        mx.eval(token)
+        following = step(token)
+        token.item()
         token = following
         moved += model.step_bytes + cache.bytes_held()
-    mx.eval(token)
+    token.item()
     return time.perf_counter() - start, moved
 
 
@@ -198,12 +200,16 @@ def bench_kernels(
     shapes: Sequence[tuple[int, int]] = SHAPES,
     rows: Sequence[int] = (1, 4, 8, 512),
     spec: Quantization | None = None,
-    dtype: mx.Dtype = mx.float32,
+    dtype: mx.Dtype | None = None,
     rounds: int = 7,
     progress: Callable[[str], None] = lambda what: None,
 ) -> list[Row]:
-    """qmv and qmm on cold matrices, in turn with the read loop: GB/s, or GFLOP/s for many rows."""
+    """qmv and qmm on cold matrices, in turn with the read loop: GB/s, or GFLOP/s for many rows.
+
+    dtype: of x; by default what a model would have there, float32 on a CPU, float16 on a GPU.
+    """
     spec = spec or Quantization()
+    dtype = dtype or (mx.float32 if mx.default_device().type == mx.cpu else mx.float16)
     out: list[Row] = []
     for n, k in shapes:
         matrices = cold_matrices(n, k, spec)
@@ -229,6 +235,34 @@ def bench_kernels(
             else:
                 rate, unit, wall = flops / middle / 1e9, "GFLOP/s", peak_rate()
             out.append(Row(name, rate, unit, wall, {}, seconds, flops, moved))
+    return out
+
+
+def bench_ladder(
+    *,
+    shapes: Sequence[tuple[int, int]] = LADDER_SHAPES,
+    spec: Quantization | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> list[Row]:
+    """Where a backend has a choice of kernels (Metal): each of them, against MLX's own."""
+    ladder = getattr(_launch.backend(), "ladder", None)
+    out: list[Row] = []
+    if ladder is None:
+        return out
+    wall = read_rate()
+    for n, k in shapes:
+        matrices = cold_matrices(n, k, spec or Quantization())
+        rungs = ladder(matrices, mx.float16, show=progress)
+        rungs += ladder(matrices, mx.float32, (512,), show=progress)
+        for rung in rungs:
+            flops = 2 * rung.m * rung.n * rung.k
+            moved = qmv_bytes(mx.zeros((rung.m, k), mx.float16), matrices[0])
+            few = rung.m <= 16
+            work, unit = (moved, "GB/s") if few else (flops, "GFLOP/s")
+            peers = {} if rung.way == "mlx" else {"mlx": work / rung.mlx / 1e9}
+            rate, ceiling = work / rung.seconds / 1e9, wall / 1e9 if few else None
+            name = f"{rung.what}: {rung.way}"
+            out.append(Row(name, rate, unit, ceiling, peers, [rung.seconds], flops, moved))
     return out
 
 

@@ -263,24 +263,9 @@ class MixtureMLP:
 
     def __call__(self, x: mx.array, *, norm: RMSNorm, residual: mx.array) -> mx.array:
         """x (M, K) -> sum of the chosen experts' mlp(norm(x)) + residual (M, K)."""
-        rows, k = x.shape
         h = norm(x)
-        logits = self.gate(h).astype(mx.float32)  # (M, E)
-        chosen = mx.argpartition(logits, kth=-self.top, axis=-1)[:, -self.top :]
-        if self.renormalize:
-            share = mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1)
-        else:
-            share = mx.take_along_axis(mx.softmax(logits, axis=-1), chosen, axis=-1)
-        expert = chosen.reshape(-1).astype(mx.int32)
-        row = mx.repeat(mx.arange(rows, dtype=mx.int32), self.top)
-        grouped = rows > 1
-        # In prefill all rows of an expert come together: its weights are read once.
-        order = mx.argsort(expert) if grouped else None
-        if order is not None:
-            expert, row = expert[order], row[order]
-        y = self.gate_up_proj(h, row, expert, activation="swiglu", grouped=grouped)
-        y = self.down_proj(y, mx.arange(y.shape[0], dtype=mx.int32), expert, grouped=grouped)
-        if order is not None:
-            y = y[mx.argsort(order)]
-        y = share[:, None] @ y.reshape(rows, self.top, k).astype(mx.float32)  # (M, 1, K)
-        return (y[:, 0] + residual.astype(mx.float32)).astype(x.dtype)
+        routes = ops.route(self.gate(h), self.top, renormalize=self.renormalize)
+        grouped = x.shape[0] > 1
+        y = self.gate_up_proj(h, routes.row, routes.expert, activation="swiglu", grouped=grouped)
+        y = self.down_proj(y, None, routes.expert, grouped=grouped)
+        return ops.combine(y, routes.place, routes.share, residual)

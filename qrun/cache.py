@@ -78,11 +78,22 @@ class Cache:
             return new
         return [mx.concatenate([a, b], axis=2) for a, b in zip(held, new, strict=True)]
 
-    def bound(self, keys: list[mx.array], values: list[mx.array], offset: mx.array) -> Cache:
+    @property
+    def state(self) -> list[mx.array]:
+        """What ops write to: all keys, then all values."""
+        return [*self.keys, *self.values]
+
+    def bound(self, state: list[mx.array], offset: mx.array) -> Cache:
         """The same cache seen with other arrays: inside a traced function the placeholders."""
         other = copy(self)
-        other.keys, other.values, other.offset = list(keys), list(values), offset
+        other.offset = offset
+        other.hold(state)
         return other
+
+    def hold(self, state: list[mx.array]) -> None:
+        """Hold what a step returned as `state`."""
+        layers = len(self.specs)
+        self.keys, self.values = list(state[:layers]), list(state[layers:])
 
     def advance(self, count: int) -> None:
         """Count `count` more positions as held."""

@@ -70,6 +70,9 @@ def cli(debug: bool) -> None:
     help="Type of activations and cache. Default: float32 on a CPU, the model's own on a GPU.",
 )
 @click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: all it may use.")
+@click.option(
+    "--no-tune", is_flag=True, help="Apple GPU: kernels by a table, not timed on the first load."
+)
 @click.option("--stats", is_flag=True, help="Print speeds and memory to standard error.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 @click.option("--stream-json", is_flag=True, help="Print one JSON object per piece of text.")
@@ -95,6 +98,7 @@ def generate(
     revision: str | None,
     dtype: str | None,
     threads: int | None,
+    no_tune: bool,
     stats: bool,
     as_json: bool,
     stream_json: bool,
@@ -114,7 +118,13 @@ def generate(
     from qrun.hardware import set_threads
 
     set_threads(threads)
-    loaded = qrun.load(model, revision=revision, dtype=dtype)
+    loaded = qrun.load(
+        model,
+        revision=revision,
+        dtype=dtype,
+        tune=False if no_tune else None,
+        show=printing.status_line(not quiet),
+    )
     if verbose:
         printing.print_description(loaded)
     sampling = qrun.Sampling(
@@ -229,6 +239,11 @@ def convert(
     metavar="COMMAND",
     help="Run a peer in turn: a command that speaks scripts/peers/README.md. Repeatable.",
 )
+@click.option(
+    "--tune/--no-tune",
+    default=None,
+    help="Apple GPU: time all of MODEL's kernels again, or take a table's. Default: what is new.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON to this file.")
 @click.option(
@@ -240,11 +255,15 @@ def bench(
     group_size: int,
     rounds: int,
     peers: tuple[str, ...],
+    tune: bool | None,
     as_json: bool,
     out: Path | None,
     plot: Path | None,
 ) -> None:
-    """Measure the kernels, and MODEL if given, against the machine's ceilings and peers."""
+    """Measure the kernels, and MODEL if given, against the machine's ceilings and peers.
+
+    On an Apple GPU also every kernel there is to choose from, against MLX's own.
+    """
     import shlex
 
     import qrun
@@ -255,18 +274,16 @@ def bench(
     from qrun import report
     from qrun.quantization import Quantization
 
-    show = sys.stderr.isatty() and not as_json
-
-    def progress(what: str) -> None:
-        if show:
-            click.echo(f"\r\033[K{what}", nl=False, err=True)
-
+    if tune and model is None:
+        raise UsageError("--tune needs a MODEL: its products are what is timed")
+    progress = printing.status_line(not as_json)
     rows: list[measure.Row] = []
     if kernels:
         spec = Quantization(4, group_size)
         rows += measure.bench_kernels(spec=spec, rounds=rounds, progress=progress)
+        rows += measure.bench_ladder(spec=spec, progress=progress)
     if model is not None:
-        loaded = qrun.load(model)
+        loaded = qrun.load(model, tune=tune, show=progress)
         others = [measure.Peer(shlex.split(command)) for command in peers]
         try:
             rows += measure.bench_model(loaded, others, rounds=rounds, progress=progress)

@@ -14,11 +14,10 @@ from qrun.chat import Message
 from qrun.errors import NonFiniteError, PromptTooLongError, UsageError
 from qrun.loader import LoadedModel
 from qrun.ops import _launch
-from qrun.ops._launch import Arrays
+from qrun.ops._launch import Arrays, Step
 from qrun.sampling import Sampler, Sampling
 from qrun.tokenizer import StopFinder, StreamingDecoder
 
-PREFILL_CHUNK = 512  # rows at a time: enough to be bound by arithmetic, few enough to stay small
 DEFAULT_MAX_TOKENS = 512
 
 FinishReason = Literal["stop", "length"]
@@ -184,14 +183,10 @@ def _run(
     cache = model.new_cache(len(ids) + room)
     first = started
     if room:
-        token = sampler(prefill(model, ids, cache))
-        mx.async_eval(token)
-        step = decode_step(model, cache)
+        token = prefill(model, ids, cache, sampler)
+        step = decode_step(model, cache, sampler)
         for n in range(room):
-            upcoming = None
-            if n + 1 < room:
-                upcoming = sampler(step(token))
-                mx.async_eval(upcoming)
+            upcoming = step(token) if n + 1 < room else None
             value = int(cast(int, token.item()))
             if n == 0:
                 first = time.perf_counter()
@@ -233,42 +228,80 @@ def _run(
     yield Piece(rest, result)
 
 
-def prefill(model: LoadedModel, ids: Sequence[int], cache: Cache) -> mx.array:
-    """Feed ids to the cache, chunk by chunk -> logits (1, V) behind the last one."""
-    hidden = None
-    for start in range(0, len(ids), PREFILL_CHUNK):
-        chunk = mx.array(list(ids[start : start + PREFILL_CHUNK]), mx.int32)
-        hidden = model.model(chunk, cache)
-        cache.advance(chunk.size)
-        mx.async_eval(hidden, cache.keys, cache.values)
-    assert hidden is not None
-    return model.model.logits(hidden[-1:])
+Choice = Callable[[mx.array], mx.array]
 
 
-def decode_step(model: LoadedModel, cache: Cache) -> Callable[[mx.array], mx.array]:
-    """A function token (1,) -> logits (1, V) that appends to the cache.
+def prefill(
+    model: LoadedModel, ids: Sequence[int], cache: Cache, sampler: Sampler | None = None
+) -> mx.array:
+    """Feed ids to the cache, chunk by chunk -> logits (1, V) behind the last one.
 
-    Traced once and replayed where the backend allows it: every step has the same shapes, and the
-    position is data.
+    With a sampler -> the token that it takes, int32 (1,). Either is under way when this returns.
     """
+    backend = _launch.backend()
+    last = len(ids) - 1
+    inside, behind = _choices(sampler)
+    outputs: Arrays = []
+    for start in range(0, len(ids), backend.PREFILL_ROWS):
+        chunk = mx.array(list(ids[start : start + backend.PREFILL_ROWS]), mx.int32)
+        step = forward(model, cache, inside if start + chunk.size > last else None)
+        outputs, state = backend.once(step)([chunk, cache.offset], cache.state)
+        cache.hold(state)
+        cache.advance(chunk.size)
+    return behind(outputs[0])
 
-    layers = len(cache.keys)
 
-    def step(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
-        """(token, offset), (keys, values) -> (logits,), (keys, values)."""
-        token, offset = inputs
-        seen = cache.bound(state[:layers], state[layers:], offset)
-        logits = model.model.logits(model.model(token, seen))
-        return [logits], [*seen.keys, *seen.values]
+def decode_step(model: LoadedModel, cache: Cache, sampler: Sampler | None = None) -> Choice:
+    """A function token (1,) -> the next token (1,) that appends to the cache.
 
-    run = _launch.backend().traced(step)
-    state = [*cache.keys, *cache.values]
+    Without a sampler -> logits (1, V). Either is under way when it returns. Traced once and
+    replayed where the backend allows it: every step has the same shapes, and the position is data.
+    """
+    inside, behind = _choices(sampler)
+    run = _launch.backend().traced(forward(model, cache, inside))
 
     def advance(token: mx.array) -> mx.array:
-        nonlocal state
-        (logits,), state = run([token, cache.offset], state)
-        cache.keys, cache.values = state[:layers], state[layers:]
+        outputs, state = run([token, cache.offset], cache.state)
+        cache.hold(state)
         cache.advance(1)
-        return logits
+        return behind(outputs[0])
 
     return advance
+
+
+def forward(model: LoadedModel, cache: Cache, choose: Choice | None) -> Step:
+    """(tokens (L,), offset), cache.state -> (choose(the last one's logits (1, V)),), cache.state.
+
+    choose None: no result, the cache is what counts.
+    """
+
+    def step(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        tokens, offset = inputs
+        seen = cache.bound(state, offset)
+        hidden = model.model(tokens, seen)
+        if choose is None:
+            return [], seen.state
+        if hidden.shape[0] > 1:
+            hidden = hidden[-1:]
+        return [choose(model.model.logits(hidden))], seen.state
+
+    return step
+
+
+def _choices(sampler: Sampler | None) -> tuple[Choice, Choice]:
+    """What to make of logits inside a step, where it is replayed with it, and behind."""
+
+    def nothing(result: mx.array) -> mx.array:
+        return result
+
+    if sampler is None:
+        return nothing, nothing
+    if sampler.greedy:
+        return sampler.likeliest, nothing
+
+    def sampled(logits: mx.array) -> mx.array:
+        token = sampler(logits)
+        mx.async_eval(token)
+        return token
+
+    return nothing, sampled

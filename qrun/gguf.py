@@ -8,9 +8,10 @@ allocated, so that a damaged file costs one line and no memory.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,14 @@ class GGUF:
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
     data: Bytes  # (file size,) mapped, read-only
+    others: dict[str, Bytes] = field(default_factory=dict[str, Bytes])  # of tensors in other parts
 
     def rows(self, name: str) -> Bytes:
         """The raw bytes of a matrix (N, bytes of a row); a vector (n,) comes as n rows of one."""
         t = self.tensors[name]
         count = t.shape[0] if len(t.shape) == 1 else int(np.prod(t.shape[:-1]))
-        return self.data[t.start : t.start + t.nbytes].reshape(count, -1)
+        data = self.others.get(name, self.data)
+        return data[t.start : t.start + t.nbytes].reshape(count, -1)
 
 
 def is_gguf(path: Path) -> bool:
@@ -120,6 +123,42 @@ def open_gguf(path: Path) -> GGUF:
         raise CheckpointError(f"{path}: general.alignment {alignment!r} is no multiple of 8")
     start = -(-cursor.at // alignment) * alignment
     return GGUF(path, metadata, _place(path, found, start, alignment, size), data)
+
+
+def open_parts(path: Path) -> GGUF:
+    """A GGUF, or all parts of a split one; `path` is any of them. The first has the metadata."""
+    given = open_gguf(path)
+    count = given.metadata.get("split.count", 0)
+    if count in (0, 1):
+        return given
+    name = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.gguf", path.name)
+    if name is None or int(name[2]) != count:
+        raise CheckpointError(
+            f"{path}: one of {count} parts, but its name does not end in -of-{count:05}.gguf",
+            hint="give the parts the names they were downloaded from",
+        )
+    paths = [path.with_name(f"{name[1]}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    missing = [p.name for p in paths if not p.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} of {count} parts are missing: {', '.join(missing[:3])}",
+            hint="download all parts into one folder",
+        )
+    parts = [open_gguf(p) for p in paths]
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, Bytes] = {}
+    for i, part in enumerate(parts):
+        if part.metadata.get("split.no") != i or part.metadata.get("split.count") != count:
+            raise CheckpointError(f"{part.path}: is not part {i + 1} of {count}", hint=_HINT)
+        twice = tensors.keys() & part.tensors.keys()
+        if twice:
+            raise CheckpointError(f"{part.path}: tensor {min(twice)} is in an earlier part too")
+        tensors |= part.tensors
+        others |= dict.fromkeys(part.tensors, part.data)
+    total = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise CheckpointError(f"{path}: the parts have {len(tensors)} of {total} tensors")
+    return GGUF(parts[0].path, parts[0].metadata, tensors, parts[0].data, others)
 
 
 def _check_magic(path: Path, data: Bytes) -> None:

@@ -48,8 +48,6 @@ class Numbers:
 
 def sizes(gguf: GGUF, numbers: Numbers) -> Json:
     """What every architecture has."""
-    if numbers.count("expert_count", 0):
-        raise CheckpointError(f"{gguf.path}: a mixture of experts, which is not converted")
     hidden, layers = numbers.count("embedding_length"), numbers.count("block_count")
     heads = numbers.count("attention.head_count")
     kv_heads = numbers.count("attention.head_count_kv", heads)
@@ -99,6 +97,39 @@ def qwen2(gguf: GGUF, numbers: Numbers, config: Json) -> Json:
 
 def qwen3(gguf: GGUF, numbers: Numbers, config: Json) -> Json:
     return {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+
+
+def qwen3_moe(gguf: GGUF, numbers: Numbers, config: Json) -> Json:
+    count, top = _experts(gguf, numbers)
+    return qwen3(gguf, numbers, config) | {
+        "num_experts": count,
+        "num_experts_per_tok": top,
+        "moe_intermediate_size": numbers.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def mixtral(gguf: GGUF, numbers: Numbers, config: Json) -> Json:
+    count, top = _experts(gguf, numbers)
+    return {"hidden_act": "silu", "num_local_experts": count, "num_experts_per_tok": top}
+
+
+def _experts(gguf: GGUF, numbers: Numbers) -> tuple[int, int]:
+    """How many experts, and how many a token takes; what else a router could do is refused."""
+    count, top = numbers.count("expert_count"), numbers.count("expert_used_count")
+    if not 1 <= top <= count:
+        raise CheckpointError(f"{gguf.path}: {top} of {count} experts a token")
+    for key, plain in (
+        ("expert_shared_count", (0,)),
+        ("expert_gating_func", (0, 1)),  # softmax
+        ("expert_weights_scale", (0, 1)),
+        ("expert_group_count", (0, 1)),
+    ):
+        if numbers.number(key, 0.0) not in plain:
+            raise CheckpointError(f"{gguf.path}: metadata {numbers.prefix}.{key} is not converted")
+    return count, top
 
 
 def phi3(gguf: GGUF, numbers: Numbers, config: Json) -> Json:

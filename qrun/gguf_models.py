@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from qrun import gguf_config
 from qrun.errors import CheckpointError
-from qrun.gguf import GGUF, open_gguf
+from qrun.gguf import GGUF, open_parts
 from qrun.gguf_tokenizer import tokenizer_files
 from qrun.source import FLOATS, Source, SourceTensor, sixteen_bit_type
 
@@ -42,6 +42,12 @@ _FUSED = {
     "ffn_norm": "post_attention_layernorm",
     "ffn_up": "mlp.gate_up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_ROUTED = {
+    "ffn_gate_inp": "gate",
+    "ffn_gate_exps": "switch_mlp.gate_proj",
+    "ffn_up_exps": "switch_mlp.up_proj",
+    "ffn_down_exps": "switch_mlp.down_proj",
 }
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -76,6 +82,15 @@ ARCHITECTURES = {
         biases=("attn_q", "attn_k", "attn_v"),
     ),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", gguf_config.qwen3, _PLAIN | _HEAD_NORMS),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        gguf_config.qwen3_moe,
+        _ATTENTION
+        | _HEAD_NORMS
+        | {"ffn_norm": "post_attention_layernorm"}
+        | {old: f"mlp.{new}" for old, new in _ROUTED.items()},
+    ),
     "gemma3": Architecture(
         "gemma3_text",
         "Gemma3ForCausalLM",
@@ -87,8 +102,20 @@ ARCHITECTURES = {
 }
 
 
+# A "llama" with experts.
+MIXTRAL = Architecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    gguf_config.mixtral,
+    _ATTENTION
+    | {"ffn_norm": "post_attention_layernorm"}
+    | {old: f"block_sparse_moe.{new}" for old, new in _ROUTED.items()},
+    interleaved=True,
+)
+
+
 def read_gguf(path: Path) -> Source:
-    return _Reader(open_gguf(path)).source()
+    return _Reader(open_parts(path)).source()
 
 
 class _Reader:
@@ -102,11 +129,13 @@ class _Reader:
             )
         self.arch = ARCHITECTURES[name]
         self.numbers = gguf_config.Numbers(gguf, name)
-        if gguf.metadata.get("split.count", 0) not in (0, 1):
-            raise CheckpointError(
-                f"{self.path}: one part of a split GGUF",
-                hint="merge the parts first, with `llama-gguf-split --merge`",
-            )
+        if self.numbers.count("expert_count", 0):
+            if name == "llama":
+                self.arch = MIXTRAL
+            if "ffn_gate_inp" not in self.arch.blocks:
+                raise CheckpointError(
+                    f"{self.path}: a mixture of experts, which is not converted for {name}"
+                )
 
     def source(self) -> Source:
         gguf, arch = self.gguf, self.arch
@@ -220,6 +249,15 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "mlp.gate_up_proj": (2 * inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
+    experts = config.get("num_experts", config.get("num_local_experts", 0))
+    width = config.get("moe_intermediate_size", inner)
+    for mixture in ("mlp", "block_sparse_moe"):
+        shapes |= {
+            f"{mixture}.gate": (experts, hidden),
+            f"{mixture}.switch_mlp.gate_proj": (experts, width, hidden),
+            f"{mixture}.switch_mlp.up_proj": (experts, width, hidden),
+            f"{mixture}.switch_mlp.down_proj": (experts, hidden, width),
+        }
     for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
         shapes[f"{norm}_layernorm"] = (hidden,)
     return shapes

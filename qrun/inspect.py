@@ -124,6 +124,11 @@ def inspect(model: str | os.PathLike[str], *, length: int | None = None) -> Repo
         try:
             report.context = config.int("max_position_embeddings", 2048)
             report.length = length or report.context
+            if report.length > report.context:
+                report.notes.append(
+                    f"{report.length} positions are more than the {report.context} that the model "
+                    "was made for"
+                )
             if tensors:
                 weights = Weights(
                     HeaderSource(tensors), Declared(config), default_dtype(tensors), pack=False

@@ -132,7 +132,7 @@ class Experts:
     def __call__(
         self,
         x: mx.array,
-        row: mx.array,
+        row: mx.array | None,
         expert: mx.array,
         *,
         activation: Activation | None = None,
@@ -153,7 +153,7 @@ class DenseExperts:
     def __call__(
         self,
         x: mx.array,
-        row: mx.array,
+        row: mx.array | None,
         expert: mx.array,
         *,
         activation: Activation | None = None,
@@ -163,7 +163,7 @@ class DenseExperts:
         y = mx.gather_mm(
             x.astype(mx.float32)[:, None],
             self.weight.astype(mx.float32).swapaxes(1, 2),
-            lhs_indices=row,
+            lhs_indices=mx.arange(x.shape[0]) if row is None else row,
             rhs_indices=expert,
             sorted_indices=grouped,
         )

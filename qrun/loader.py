@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,12 +66,19 @@ class LoadedModel:
 
 
 def load(
-    model: str | os.PathLike[str], *, revision: str | None = None, dtype: str | None = None
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    dtype: str | None = None,
+    tune: bool | None = None,
+    show: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
     """Load a 4-bit model from a folder or a hub id such as "owner/name".
 
     revision: of the hub repository. dtype: float32, float16 or bfloat16 for activations and cache;
     by default float32 on a CPU, and the checkpoint's 16-bit type on a GPU.
+    tune: where a backend has kernels to choose from (Metal), time those that this machine has not
+    timed yet (None), all of them (True), or none and go by a table (False). show: its progress.
     Raises ModelNotFoundError or CheckpointError, each in one line that names the file.
     """
     start = time.perf_counter()
@@ -94,6 +102,14 @@ def load(
     ignored = [key for key in config.unread() if key not in HARMLESS]
     if ignored:
         notes.append(f"config.json: not used: {', '.join(ignored)}")
+    if tune is not False:
+        step = partial(untried_step, built, weights.dtype, context)
+        timed = _launch.tune(step, again=tune is True, show=show)
+        if tune and timed is None:
+            raise UsageError(
+                f"{_launch.backend().NAME} has no kernels to choose from: nothing to tune"
+            )
+        notes += timed or []
     return LoadedModel(
         model=built,
         tokenizer=tokenizer,
@@ -105,6 +121,13 @@ def load(
         load_seconds=time.perf_counter() - start,
         notes=notes,
     )
+
+
+def untried_step(model: Model, dtype: mx.Dtype, context: int, rows: int) -> None:
+    """What a step of that many tokens would compute, evaluated by nobody."""
+    rows = min(rows, context)
+    cache = Cache(model.cache_specs, rows, dtype)
+    model.logits(model(mx.zeros((rows,), mx.int32), cache)[-1:])
 
 
 def read_config(folder: Path) -> tuple[Config, Callable[[Config, Weights], Model]]:

@@ -126,6 +126,16 @@ def inspection(found: Report) -> str:
     return "\n".join(lines)
 
 
+def status_line(show: bool) -> Callable[[str], None]:
+    """A callback that keeps one line on stderr up to date; "" removes it. No terminal: nothing."""
+
+    def line(text: str) -> None:
+        if show and sys.stderr.isatty():
+            click.echo(f"\r\033[K{text}", nl=False, err=True)
+
+    return line
+
+
 def progress_bar() -> Callable[[str, int, int], None]:
     """A callback (phase, done, total) that keeps one line on stderr up to date."""
 

@@ -92,6 +92,8 @@ class Sampler:
     def __call__(self, logits: mx.array) -> mx.array:
         """logits (1, V) -> the token, int32 (1,); -1 if any logit is NaN or infinite."""
         s = self.sampling
+        if self.greedy:
+            return self.likeliest(logits)
         if logits.shape[-1] > self.vocab:
             logits = logits[:, : self.vocab]
         if self.bias is not None:
@@ -99,7 +101,7 @@ class Sampler:
         if self.counts is not None and self.in_prompt is not None:
             logits = penalized(logits, self.counts, self.in_prompt, s)
         if s.temperature == 0:
-            token = ops.argmax(logits)
+            token = self.likeliest(logits)
         else:
             self.key, key = mx.random.split(self.key)
             token = ops.sample(
@@ -113,6 +115,15 @@ class Sampler:
         if self.counts is not None:
             self.counts = self.counts.at[token].add(1)
         return token
+
+    @property
+    def greedy(self) -> bool:
+        """Whether `likeliest` is all there is to it: no state, no chance."""
+        return not self.sampling.temperature and self.counts is None and self.bias is None
+
+    def likeliest(self, logits: mx.array) -> mx.array:
+        """logits (1, V) -> the token, int32 (1,), by nothing but them; -1 as above."""
+        return ops.argmax(logits, min(self.vocab, logits.shape[-1]))
 
 
 def penalized(logits: mx.array, counts: mx.array, in_prompt: mx.array, s: Sampling) -> mx.array:

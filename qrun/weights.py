@@ -26,8 +26,7 @@ from qrun.layers import (
     RMSNorm,
     Stacked,
 )
-from qrun.ops import QuantizedMatrix
-from qrun.ops.gather_qmm import has_kernel
+from qrun.ops import QuantizedMatrix, _launch
 from qrun.quantization import Quantization, infer
 
 ENOUGH = 500  # problems after which none is looked for
@@ -149,15 +148,16 @@ class Weights:
         if isinstance(whole, Linear):
             width = whole.weight.shape[1]
             return DenseExperts(self._ready(whole.weight.reshape(count, -1, width)))
-        if has_kernel():
-            whole = self._packed(whole)
+        assert isinstance(whole, QuantizedLinear)
+        if _launch.backend().GATHERS:
+            if self._computes:
+                whole = QuantizedLinear(whole.matrix.pack(count))
         else:
             self._root.slow.append(f"{path}: no kernel for experts here, MLX's own op runs")
             # MLX's op wants scales in the type of x: converted here once, not in every step.
             whole = QuantizedLinear(_float_scales(whole.matrix))
             if self._computes:
                 mx.eval(whole.matrix.w, whole.matrix.scales, whole.matrix.biases)
-        assert isinstance(whole, QuantizedLinear)
         return Experts(whole.matrix, count)
 
     def embedding(self, name: str, n: int, k: int) -> Embedding:
@@ -261,8 +261,6 @@ class Weights:
         if matrix is None:
             return Linear(mx.zeros((count * n, 1)), offset)
         self._root.formats[path] = (count * n * k, matrix.spec)
-        if not matrix.has_kernel:
-            self._root.slow.append(f"{path}: no kernel for {matrix.spec} here, MLX's own op runs")
         return QuantizedLinear(matrix, offset)
 
     def _packed(self, part: QuantizedLinear | Linear) -> QuantizedLinear | Linear:

@@ -10,6 +10,7 @@ against float64. GROUPs: qmv qmm sdpa. Neither MLX nor Python is needed on the G
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,15 +19,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun import paths
-from qrun.ops import _cuda_launch, _cuda_product, _cuda_rows
+from qrun.ops import _cuda_product, _cuda_rows
+from qrun.ops._cuda_launch import TYPES, Kernel, Output, run_by
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import Quantization
 
 SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (1024, 1024))  # N, K
 ROTATING = ("w", "scales", "biases")
 KINDS = {"x": "b", "q": "b", "k_cache": "b", "v_cache": "b", "w": "u", "scales": "s", "biases": "s"}
-C = {mx.float32: "float", mx.bfloat16: "__nv_bfloat16", mx.uint32: "unsigned", mx.int32: "int"}
 NONE: dict[str, Any] = {"bias": None, "residual": None, "activation": None, "scale": 1.0}
 
 
@@ -45,49 +45,30 @@ class Recording:
             self.arrays[wanted] = array
         return self.names[id(array)]
 
-    def kernel(self, **made: Any) -> Callable[..., list[mx.array]]:
-        """Takes the place of mx.fast.cuda_kernel."""
-
-        def call(**given: Any) -> list[mx.array]:
-            made_of = [
-                mx.zeros(s, d)
-                for s, d in zip(given["output_shapes"], given["output_dtypes"], strict=True)
-            ]
-            both = [
-                *zip(made["input_names"], given["inputs"], strict=True),
-                *zip(made["output_names"], made_of, strict=True),
-            ]
-            parameters: list[str] = []
-            arguments: list[str] = []
-            for i, (name, array) in enumerate(both):
-                const = "const " if i < len(given["inputs"]) else ""
-                parameters.append(f"{const}{C[array.dtype]}* {name}")
-                arguments.append(f'b.get<{C[array.dtype]}>("{self.name(array, name)}")')
-                if f"{name}_shape" in made["source"]:
-                    parameters.append(f"const __grid_constant__ Shape {name}_shape")
-                    arguments.append(f"Shape{{{{{', '.join(map(str, array.shape))}}}}}")
-            constants = "".join(
-                f"using {n} = {C[v]};\n"
-                if isinstance(v, mx.Dtype)
-                else f"constexpr int {n} = {v};\n"
-                for n, v in given["template"]
-            )
-            kernel = f"kernel{len(self.kernels)}"
-            header = made["header"].replace(str(paths.KERNELS), "../../kernels")
-            self.kernels.append(
-                f"{header}static __global__ void {kernel}({', '.join(parameters)}) {{\n"
-                f"{constants}{made['source']}\n}}\n"
-            )
-            threads = given["threadgroup"][0]
-            grid = (given["grid"][0] // threads, *given["grid"][1:])
-            shared = made["shared_memory"]
-            self.launches.append(
-                f"raise_shared_memory({kernel}, {shared}); {kernel}"
-                f"<<<dim3{grid}, {threads}, {shared}, stream>>>({', '.join(arguments)});"
-            )
-            return made_of
-
-        return call
+    def run(
+        self,
+        kernel: Kernel,
+        inputs: list[mx.array],
+        numbers: list[int],
+        outputs: list[Output],
+        grid: tuple[int, int, int],
+    ) -> list[mx.array]:
+        """A runner that only takes notes."""
+        made = [mx.zeros(shape, dtype) for shape, dtype in outputs]
+        names = re.findall(r"\* (\w+)[,)]", kernel.text.split("{", 1)[0])
+        arguments = [
+            f'b.get<{TYPES[array.dtype]}>("{self.name(array, name)}")'
+            for name, array in zip(names, [*inputs, *made], strict=True)
+        ]
+        arguments += map(str, numbers)
+        if kernel.text not in self.kernels:
+            self.kernels.append(kernel.text)
+        shared = kernel.shape.shared
+        self.launches.append(
+            f"raise_shared_memory({kernel.name}, {shared}); {kernel.name}"
+            f"<<<dim3{grid}, {kernel.shape.threads}, {shared}, stream>>>({', '.join(arguments)});"
+        )
+        return made
 
 
 def case(
@@ -95,11 +76,8 @@ def case(
 ) -> str:
     """A translation unit for what `run` launches."""
     recording = Recording()
-    real, mx.fast.cuda_kernel = mx.fast.cuda_kernel, recording.kernel  # type: ignore[assignment]
-    _cuda_launch._kernel.cache_clear()
-    run()
-    mx.fast.cuda_kernel = real
-    _cuda_launch._kernel.cache_clear()
+    with run_by(recording.run):
+        run()
     lines: list[str] = []
     for name, a in recording.arrays.items():
         kind = f"'{KINDS[name]}'" if name in KINDS else "'i'" if name == "offset" else "0"
@@ -110,6 +88,8 @@ def case(
     return (
         '#include "../../scripts/bench_cuda.cuh"\n'
         + "\n".join(recording.kernels)
+        .replace('#include "', '#include "../../kernels/')
+        .replace('extern "C" __global__', "static __global__")
         + f'static Register entry(Case{{"{label}", "{group}", {{{", ".join(lines)}}},\n'
         + "  [](const Buffers& b, cudaStream_t stream) {\n    "
         + "\n    ".join(recording.launches)
@@ -171,11 +151,11 @@ def qmm_cases() -> list[str]:
     tiles: dict[int, tuple[Any, ...]] = {
         16: (mma(16, 1, 1, 8), mma(16, 4, 1, 2)),
         32: (mma(32, 1, 1, 8), mma(32, 4, 1, 2)),
-        64: (wgmma(64, 1, 4), wgmma(64, 2, 2), wgmma(64, 2, 1), mma(64, 1, 1, 8)),
-        128: (wgmma(128, 1, 2), wgmma(128, 1, 3), wgmma(128, 2, 1), wgmma(128, 3, 1)),
-        256: (wgmma(128, 1, 3), wgmma(128, 2, 1), wgmma(128, 3, 1)),
-        512: (wgmma(128, 2, 1), wgmma(128, 3, 1)),
-        2048: (wgmma(128, 2, 1), wgmma(128, 3, 1)),
+        64: (wgmma(64, 2, 6, 2), wgmma(64, 4, 8, 1), mma(64, 1, 1, 8)),
+        128: (wgmma(64, 2, 6, 2), wgmma(64, 4, 8, 1), wgmma(128, 4, 6, 1)),
+        256: (wgmma(64, 4, 8, 1), wgmma(128, 2, 3, 2), wgmma(128, 4, 6, 1)),
+        512: (wgmma(64, 4, 8, 1), wgmma(128, 4, 6, 1), wgmma(256, 2, 3, 1)),
+        2048: (wgmma(128, 2, 3, 2), wgmma(128, 4, 6, 1), wgmma(256, 2, 3, 1)),
     }
     out: list[str] = []
     for n, k in SHAPES:
@@ -183,18 +163,14 @@ def qmm_cases() -> list[str]:
         for rows, candidates in tiles.items():
             x = mx.zeros((rows, k), mx.bfloat16)
             for tile in candidates:
-                product = _cuda_product._qmm_mma
-                if isinstance(tile, wgmma):
-                    product = _cuda_product._qmm_wgmma
 
-                def run(
-                    x: mx.array = x,
-                    m: QuantizedMatrix = m,
-                    tile: Any = tile,
-                    product: Any = product,
-                ) -> None:
-                    prepared, sums = _cuda_product._prepare(x, None, 64, tile.bm)
-                    product(prepared, sums, m, tile, **NONE)
+                def run(x: mx.array = x, m: QuantizedMatrix = m, tile: Any = tile) -> None:
+                    if isinstance(tile, wgmma):
+                        arranged = _cuda_product._arrange(x, None, tile.bm)
+                        _cuda_product._qmm_wgmma(arranged, x, m, tile, **NONE)
+                    else:
+                        prepared, sums = _cuda_product._prepare(x, None, 64, tile.bm)
+                        _cuda_product._qmm_mma(prepared, sums, m, tile, **NONE)
 
                 name = " ".join(f"{f} {v}" for f, v in zip(tile._fields, tile, strict=True))
                 out.append(

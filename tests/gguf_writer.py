@@ -227,6 +227,7 @@ def tiny_gguf(
     layers: int = 2,
     tied: bool = True,
     biases: bool = False,
+    experts: int = 0,
 ) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...], bytes]]]:
     """Metadata and tensors of a small model, its matrices of the given type."""
     metadata = tiny_tokenizer()
@@ -242,7 +243,12 @@ def tiny_gguf(
         "rope.freq_base": 10000.0,
     }
     head_dim = hidden // heads
-    if arch in ("qwen3", "gemma3"):
+    experts = experts or 4 * (arch == "qwen3moe")
+    if experts:
+        numbers |= {"expert_count": experts, "expert_used_count": 2}
+    if arch == "qwen3moe":
+        numbers["expert_feed_forward_length"] = 32
+    if arch in ("qwen3", "qwen3moe", "gemma3"):
         head_dim = 32  # not hidden / heads
         numbers |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if arch in ("gemma3", "phi3"):
@@ -256,26 +262,37 @@ def tiny_gguf(
         tensors[name] = (stored, shape, random_blocks(stored, shape, rng))
 
     q, kv = heads * head_dim, kv_heads * head_dim
+    matrices: dict[str, tuple[int, ...]]
     matrices = {"attn_output": (hidden, q), "ffn_down": (hidden, inner)}
     if arch == "phi3":
         matrices |= {"attn_qkv": (q + 2 * kv, hidden), "ffn_up": (2 * inner, hidden)}
     else:
         matrices |= {"attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)}
         matrices |= {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden)}
+    if experts:
+        width = 32 if arch == "qwen3moe" else inner
+        for name in ("ffn_gate", "ffn_up", "ffn_down"):
+            del matrices[name]
+        matrices["ffn_gate_exps"] = matrices["ffn_up_exps"] = (experts, width, hidden)
+        matrices["ffn_down_exps"] = (experts, hidden, width)
     norms = {"attn_norm": hidden, "ffn_norm": hidden}
     if arch == "gemma3":
         norms |= {"post_attention_norm": hidden, "post_ffw_norm": hidden}
-    if arch in ("gemma3", "qwen3"):
+    if arch in ("gemma3", "qwen3", "qwen3moe"):
         norms |= {"attn_q_norm": head_dim, "attn_k_norm": head_dim}
     with_bias = set(matrices) if biases else set()
     if arch == "qwen2":
         with_bias = {"attn_q", "attn_k", "attn_v"}
     add("token_embd.weight", vocab, hidden)
     for i in range(layers):
-        for name, (n, k) in matrices.items():
-            add(f"blk.{i}.{name}.weight", n, k)
+        for name, shape in matrices.items():
+            add(f"blk.{i}.{name}.weight", *shape)
             if name in with_bias:
-                add(f"blk.{i}.{name}.bias", n)
+                add(f"blk.{i}.{name}.bias", shape[0])
+        if experts:
+            router = (experts, hidden)
+            raw = random_blocks("F32", router, rng)
+            tensors[f"blk.{i}.ffn_gate_inp.weight"] = ("F32", router, raw)
         for name, n in norms.items():
             add(f"blk.{i}.{name}.weight", n)
     add("output_norm.weight", hidden)

@@ -356,8 +356,8 @@ def swap_blocks(value: float) -> Change:
     [
         (put(general__architecture="mamba"), "unknown architecture 'mamba'"),
         (put(general__architecture=7), "unknown architecture 7"),
-        (put(split__count=3), "one part of a split GGUF"),
-        (put(llama__expert_count=8), "mixture of experts"),
+        (put(split__count=3), "one of 3 parts, but its name"),
+        (put(llama__expert_count=8), "expert_used_count is missing"),
         (put(llama__block_count=2**31), "layers"),
         (put(llama__block_count=3), "tensor blk.2.attn_k.weight and 8 more missing"),
         (put(llama__block_count=1), "tensor blk.1."),

@@ -13,6 +13,7 @@ import pytest
 import qrun
 from qrun import NonFiniteError, PromptTooLongError, Sampling, UsageError
 from qrun.loader import LoadedModel, load
+from qrun.ops import _launch
 from tests.reference_model import ReferenceModel
 from tests.tiny import Stored, stored, tiny, write_json
 
@@ -46,7 +47,7 @@ def test_case_06_tokens_do_not_depend_on_the_batch_they_came_in(
     model = load(tiny_folder)
     want = tokens(model)
     for chunk in (1, 2, 3):
-        monkeypatch.setattr("qrun.generation.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr(_launch.backend(), "PREFILL_ROWS", chunk)
         assert tokens(model) == want
 
 

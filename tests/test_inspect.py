@@ -223,3 +223,11 @@ def test_command_on_a_broken_folder(tmp_path: Path, cli: Callable[..., Any]) -> 
     assert done.code == 4
     assert json.loads(done.out)["problems"][0]["remedy"] == "download the file again"
     assert cli("inspect", tmp_path / "nothing").code == 3
+
+
+def test_more_positions_than_the_model_was_made_for(tiny_folder: Path) -> None:
+    report = inspect(tiny_folder)
+    assert not any("was made for" in note for note in report.notes)
+    longer = inspect(tiny_folder, length=report.context + 1)
+    assert f"more than the {report.context} that the model was made for" in " ".join(longer.notes)
+    assert longer.loads

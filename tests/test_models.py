@@ -109,13 +109,36 @@ def test_stacked_experts(case: str, bits: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", zoo.PEERS)
 def test_four_bits(case: str, tmp_path: Path, backend: Any) -> None:
-    """Every architecture quantized, against float64 on the values that the codes stand for."""
+    """Every architecture quantized: a 300-token prefill and steps, against float64."""
     folder = zoo.write(tmp_path / case, case, bits=4, dtype="F16")
     tensors = reference.unpacked(zoo.tensors(case, bits=4, dtype="F16"), Quantization(4, 32))
-    ids = zoo.ids_of(case, 70)
-    want = reference.logits_of(zoo.config_of(case), tensors, ids, 70)
-    got = run(load(folder, dtype="float32"), ids, 67)
+    ids = zoo.ids_of(case, 306)
+    want = reference.logits_of(zoo.config_of(case), tensors, ids, 306)
+    got = run(load(folder, dtype="float32"), ids, 300)
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * np.abs(want).max())
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("case", [
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "smollm3", "granite",
+])  # fmt: skip
+def test_a_step_is_one_recorded_primitive(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routing included: an op of MLX in between would cost the whole step its replay."""
+    from qrun import _ext
+
+    made: list[_ext.Program] = []
+    program = _ext.Program
+
+    def record(inputs: list[mx.array], outputs: list[mx.array]) -> _ext.Program:
+        made.append(program(inputs, outputs))
+        return made[-1]
+
+    monkeypatch.setattr(_ext, "Program", record)
+    model = load(zoo.write(tmp_path / case, case, bits=4, dtype="F16"), dtype="float32")
+    run(model, list(range(6)), 3)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("bits", [0, 4])

@@ -11,6 +11,7 @@ import pytest
 
 from qrun.generation import decode_step, prefill
 from qrun.loader import LoadedModel, load
+from qrun.ops import _launch
 from tests.reference_model import ReferenceModel
 from tests.tiny import tiny
 
@@ -130,7 +131,7 @@ def test_prefill_in_chunks_equals_one_chunk(
 ) -> None:
     model = load(tiny_folder)
     whole = step_by_step(model, IDS, len(IDS))
-    monkeypatch.setattr("qrun.generation.PREFILL_CHUNK", 7)
+    monkeypatch.setattr(_launch.backend(), "PREFILL_ROWS", 7)
     parts = step_by_step(model, IDS, len(IDS))
     assert np.abs(whole - parts).max() <= 1e-5 * np.abs(whole).max()
 

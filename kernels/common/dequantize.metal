@@ -45,9 +45,7 @@ constexpr int masked_shift(int i) {
 }
 
 // 2^-shift: exact, since a shift is at most 30.
-constexpr float undo(int shift) {
-  return 1.0f / float(1u << shift);
-}
+constexpr float undo(int shift) { return 1.0f / float(1u << shift); }
 
 // Weight i of a run of words.
 template <typename Scheme, int WORDS>
@@ -97,9 +95,7 @@ METAL_FUNC float e4m3(uint q) {
 }
 
 // 8 exponent bits: the exponent of a float, whose lowest one is a subnormal.
-METAL_FUNC float e8m0(uint q) {
-  return as_type<float>(q == 0 ? 0x400000u : q << 23);
-}
+METAL_FUNC float e8m0(uint q) { return as_type<float>(q == 0 ? 0x400000u : q << 23); }
 
 template <int FORMAT>
 struct Micro {

@@ -7,6 +7,8 @@
 // element of the group. One-hot rows, and any x whose bits fit, are exact because s is a power of
 // two. A single digit has no bits to spare, so there s is max/127.
 //
+// Against fp8 codes x stays as it is: kFloats in place of a count.
+//
 // A non-finite x must not vanish in the rounding: its group gets the scale NaN.
 #include "kernels.h"
 #include "prologue.h"
@@ -39,7 +41,8 @@ static void prepare_row(const Prologue& p, const Digits& d, int tile, int r) {
   const int rows = rows_in_tile(d, tile), groups = d.k / d.group;
   const size_t row = (size_t)tile * d.tile + r;
   const bool spare = row >= (size_t)d.m;
-  const f32x16 rms = splat(p.norm && !spare ? inverse_rms(p, row, d.k) : 1.0f);
+  const size_t from = p.from && !spare ? (size_t)p.from[row] : row;
+  const f32x16 rms = splat(p.norm && !spare ? inverse_rms(p, from, d.k) : 1.0f);
   int8_t* digits = tile_digits(d, tile) + r * COUNT * d.chunk;
   float* meta = tile_meta(d, tile) + r;
   f32x16 x[8];  // a group of up to 128
@@ -47,9 +50,17 @@ static void prepare_row(const Prologue& p, const Digits& d, int tile, int r) {
     i32x16 largest = splat_i(0);
     for (int i = 0; i < d.group / 16; i++) {
       const size_t k = (size_t)g * d.group + i * 16;
-      x[i] = spare ? splat(0) : load(at(p.x, p.type, row * d.k + k), p.type);
+      x[i] = spare ? splat(0) : load(at(p.x, p.type, from * d.k + k), p.type);
       if (p.norm && !spare) x[i] = x[i] * rms * load(at(p.norm, p.norm_type, k), p.norm_type);
       largest = max(largest, bits_of(x[i]) & splat_i(0x7fffffff));
+    }
+    if constexpr (COUNT == kFloats) {
+      for (int i = 0; i < d.group / 16; i++) {
+        const int k = g * d.group + i * 16;
+        int8_t* to = digits + (size_t)(k / d.chunk) * rows * COUNT * d.chunk;
+        store((float*)to + k % d.chunk, x[i]);
+      }
+      continue;
     }
     const int bits = greatest(largest);
     const bool finite = bits < 0x7f800000;
@@ -76,8 +87,10 @@ void prepare(const Prologue& p, const Digits& d, int tile0, int tile1) {
         prepare_row<1>(p, d, t, r);
       else if (d.count == 2)
         prepare_row<2>(p, d, t, r);
-      else
+      else if (d.count == 3)
         prepare_row<3>(p, d, t, r);
+      else
+        prepare_row<kFloats>(p, d, t, r);
     }
 }
 

@@ -6,16 +6,17 @@
 // what a lane of a fragment holds and what two neighbouring rows of w give a matrix-vector
 // product. Gate and up are interleaved in w, so a pair is a gate with its up.
 //
-// To add one: a number, a line in `activate`, and, if it makes one value of two, in PAIRED.
+// To add an activation: see kernels/README.md.
 
 #include "memory.metal"
 
 enum { NONE = 0, SWIGLU = 1, GEGLU = 2 };
 
+// Does it make one value of two?
+constexpr bool pairs(int activation) { return activation == SWIGLU || activation == GEGLU; }
+
 // The bound keeps exp finite, which fast math counts on; past it the result is 0 anyway.
-METAL_FUNC float silu(float x) {
-  return x / (1 + exp(min(-x, 80.0f)));
-}
+METAL_FUNC float silu(float x) { return x / (1 + exp(min(-x, 80.0f))); }
 
 // GELU in its tanh form. tanh saturates long before exp(2z) overflows; the bound keeps it finite.
 METAL_FUNC float gelu(float x) {
@@ -38,7 +39,7 @@ METAL_FUNC float2 activate(float2 y) {
 // B: element type of the bias. Pointers that a flag rules out are never read.
 template <typename T, typename B, int ACTIVATION, bool BIAS, bool RESIDUAL>
 struct Epilogue {
-  static constant constexpr const bool PAIRED = ACTIVATION != NONE;
+  static constant constexpr const bool PAIRED = pairs(ACTIVATION);
 
   device T* out;             // (M, N), or (M, N / 2) when paired
   const device B* bias;      // (N)

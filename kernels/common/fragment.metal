@@ -11,17 +11,14 @@
 
 #include <metal_simdgroup>
 #include <metal_simdgroup_matrix>
+
 #include "memory.metal"
 
 // Row of this lane's pair.
-METAL_FUNC int fragment_row(uint lane) {
-  return ((lane / 4) & 4) + (lane / 2) % 4;
-}
+METAL_FUNC int fragment_row(uint lane) { return ((lane / 4) & 4) + (lane / 2) % 4; }
 
 // First column of this lane's pair.
-METAL_FUNC int fragment_col(uint lane) {
-  return ((lane / 4) & 2) * 2 + (lane % 2) * 2;
-}
+METAL_FUNC int fragment_col(uint lane) { return ((lane / 4) & 2) * 2 + (lane % 2) * 2; }
 
 // This lane's pair of the fragment at p, element (row, col) at p[row * ROW + col * COL]: a
 // transposed matrix is only a swap of the two strides. Neighbours in memory come in one access.

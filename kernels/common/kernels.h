@@ -8,9 +8,12 @@ void prepare(const Prologue&, const Digits&, int tile0, int tile1);
 void prepare_terms(const Prologue&, const Digits&, int tile0, int tile1);
 void product(const Matrix&, const Digits&, const Epilogue&, int block0, int block1, int tile0,
              int tile1);
+void product_fp8(const Matrix&, const Digits&, const Epilogue&, int block0, int block1, int tile0,
+                 int tile1);
 // Null where the instruction set has no matrix unit.
 using ProductTiled = void (*)(const Matrix&, const Digits&, const Epilogue&, int, int, int, int);
 extern const ProductTiled product_tiled;
+void combine(const Combine&, int row0, int row1);
 void rms_norm(const RmsNorm&, int row0, int row1);
 void rope(const Rope&, int item0, int item1);
 void sdpa_turn(const Sdpa&, int item0, int item1);

@@ -52,18 +52,22 @@ class SwigluOp : public CpuPrimitive {
 
 class ArgmaxOp : public CpuPrimitive {
  public:
-  using CpuPrimitive::CpuPrimitive;
+  ArgmaxOp(mx::Stream s, int limit) : CpuPrimitive(s), limit_(limit) {}
   const char* name() const override { return "qrun_argmax"; }
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     const Type type = type_of(in[0].dtype(), "argmax", "logits");
     const int n = in[0].shape(-1), rows = static_cast<int>(out[0].size());
-    enqueue(stream(), [x = dense(in[0], stream()), y = allocate<int32_t>(out[0]), type, n, rows] {
+    enqueue(stream(), [x = dense(in[0], stream()), y = allocate<int32_t>(out[0]), type, n, rows,
+                       limit = limit_] {
       parallel(rows, 1, [&](int r0, int r1) {
         for (int r = r0; r < r1; r++)
-          y[r] = kernels().argmax(x + static_cast<size_t>(r) * n * size_of(type), type, n);
+          y[r] = kernels().argmax(x + static_cast<size_t>(r) * n * size_of(type), type, limit);
       });
     });
   }
+
+ private:
+  int limit_;
 };
 
 class EmbeddingOp : public CpuPrimitive {
@@ -204,11 +208,13 @@ mx::array swiglu(const mx::array& gate_up) {
                    {gate_up});
 }
 
-mx::array argmax(const mx::array& logits) {
+mx::array argmax(const mx::array& logits, int limit) {
   require(logits.ndim() >= 1 && logits.shape(-1) >= 1, "argmax: logits must have a last axis");
+  require(limit >= 1 && limit <= logits.shape(-1), "argmax: limit must lie in 1 .. V");
   type_of(logits.dtype(), "argmax", "logits");
   mx::Shape shape(logits.shape().begin(), logits.shape().end() - 1);
-  return mx::array(std::move(shape), mx::int32, std::make_shared<ArgmaxOp>(cpu_stream()), {logits});
+  return mx::array(std::move(shape), mx::int32, std::make_shared<ArgmaxOp>(cpu_stream(), limit),
+                   {logits});
 }
 
 mx::array embedding(const mx::array& ids, const mx::array& packed, int n, int k, int bits,

@@ -58,6 +58,18 @@ struct DenseLoader {
       }
     }
   }
+  // Both at once, one access after the other: for a tile that the registers have no room for.
+  METAL_FUNC void copy(threadgroup T* tile) const thread {
+    for (int n = id; n < COUNT; n += THREADS) {
+      const int row = n / ACROSS;
+      const int col = n % ACROSS * VEC;
+      Run run = Run(0);
+      if (row < rows && col < cols) {
+        run = *(const device Run*)(at + size_t(row) * stride + col);
+      }
+      *(threadgroup Run*)(tile + row * LD + col) = run;
+    }
+  }
   METAL_FUNC void next() thread {
     if (DOWN) {
       at += size_t(ROWS) * stride;

@@ -70,9 +70,7 @@ METAL_FUNC void load_run(const device T* p, thread float (&to)[COUNT]) {
   }
 }
 
-METAL_FUNC void spread(uint v, thread uint* to) {
-  to[0] = v;
-}
+METAL_FUNC void spread(uint v, thread uint* to) { to[0] = v; }
 METAL_FUNC void spread(uint2 v, thread uint* to) {
   to[0] = v.x;
   to[1] = v.y;

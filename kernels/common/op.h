@@ -98,7 +98,7 @@ T* allocate(mx::array& out) {
 
 // The ops, as Python sees them.
 mx::array pack(const mx::array& w, const mx::array& scales, const std::optional<mx::array>& biases,
-               int bits, int group, const std::string& mode);
+               int bits, int group, const std::string& mode, int count);
 
 struct ProductOptions {
   Type scales;
@@ -108,12 +108,29 @@ struct ProductOptions {
 };
 mx::array product(const char* op, const mx::array& x, const mx::array& packed, int n, int k,
                   int bits, int group, const ProductOptions& options);
+// How a matrix is stored; throws where a format has no kernel.
+Matrix format_of(const std::string& op, int n, int k, int bits, int group, Type scales,
+                 const std::string& mode);
 Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits, int group,
-                 Type scales, const std::string& mode);
+                 Type scales, const std::string& mode, int count = 1);
+
+// How m rows of x are written against w, in `count` digits: tiles of what height, for which kernel.
+Digits digits_of(const Kernels& run, const Matrix& w, int m, int count);
+constexpr size_t kShareBytes = 64 << 10;   // packed bytes worth handing to another thread
+constexpr size_t kPanelBytes = 768 << 10;  // digits of x that stay in L2 while blocks of w pass
+
+mx::array gather_qmm(const mx::array& x, const mx::array& packed,
+                     const std::optional<mx::array>& row, const mx::array& expert, int count, int n,
+                     int k, int bits, int group, Type scales, const std::string& mode,
+                     const std::string& activation);
+std::vector<mx::array> route(const mx::array& logits, int top, bool renormalize);
+mx::array combine(const mx::array& x, const mx::array& place, const mx::array& share,
+                  const mx::array& residual);
+Activation activation_of(const std::string& at, const std::string& name, int n);
 
 mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps);
 mx::array swiglu(const mx::array& gate_up);
-mx::array argmax(const mx::array& logits);
+mx::array argmax(const mx::array& logits, int limit);
 mx::array embedding(const mx::array& ids, const mx::array& packed, int n, int k, int bits,
                     int group, Type scales, const std::string& mode, Type type, float scale);
 std::vector<mx::array> rope(const mx::array& qkv, const mx::array& k_cache,

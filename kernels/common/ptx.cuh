@@ -16,6 +16,27 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
+// Programmatic dependent launch (compute capability 9.0): every kernel calls both once. From the first on,
+// the kernel behind it in the stream may take the places that this one's blocks leave. From the second
+// on, what the kernels before it wrote can be read, and written over; until then only constants may be
+// touched (weights, scales). A kernel launched in the ordinary way passes both.
+__device__ __forceinline__ void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Threads of a block that wait for one another; id 0 is __syncthreads().
+__device__ __forceinline__ void barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // 16 bytes that nobody reads twice: they shall not push x out of L1.
 __device__ __forceinline__ uint4 load_stream(const void* p) {
   uint4 v;
@@ -45,6 +66,19 @@ __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsig
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// a * b + c on two 16-bit elements, rounded once; subnormals count.
+__device__ __forceinline__ unsigned fma_pair(unsigned a, unsigned b, unsigned c, bf16) {
+  unsigned d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+__device__ __forceinline__ unsigned fma_pair(unsigned a, unsigned b, unsigned c, f16) {
+  unsigned d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
 }
 
 // Four 8 x 8 matrices of 16-bit elements. Lanes 8i .. 8i+7 pass the addresses of the rows of matrix i
@@ -79,6 +113,41 @@ __device__ __forceinline__ void copy_async_commit() {
 template <int LEFT>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// A barrier in shared memory, for compute capability 9.0: a phase is over after so many arrivals and, where
+// they are expected, bytes of copies. Phases alternate; `parity` 0 is the first.
+__device__ __forceinline__ void copy_barrier_init(unsigned long long* bar, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void copy_barrier_arrive(unsigned long long* bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+
+// Arrives, too.
+__device__ __forceinline__ void copy_barrier_expect(unsigned long long* bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_barrier_wait(unsigned long long* bar, int parity) {
+  asm volatile(
+      "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; "
+      "bra WAIT; DONE: }" ::"r"(shared_address(bar)),
+      "r"(parity)
+      : "memory");
+}
+
+// `bytes` to shared memory behind the program's back; all three are multiples of 16.
+__device__ __forceinline__ void copy_bulk(void* shared, const void* global, int bytes,
+                                          unsigned long long* bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(bar))
+      : "memory");
 }
 
 }  // namespace qrun

@@ -1,7 +1,7 @@
 // Sums over a whole threadgroup.
 
-#include <metal_stdlib>
 #include <metal_simdgroup>
+#include <metal_stdlib>
 using namespace metal;
 
 // The sum of value over all threads, in every thread. shared: SIMDGROUPS floats.

@@ -14,6 +14,7 @@ const Kernels table = {
     prepare,
     product,
     product_tiled,
+    combine,
     rms_norm,
     rope,
     sdpa_turn,

@@ -48,6 +48,18 @@ __device__ __forceinline__ float2 unpack<f16>(unsigned v) {
                      __half2float(__ushort_as_half(static_cast<unsigned short>(v >> 16))));
 }
 
+// One of the two elements in a register.
+template <typename T>
+__device__ __forceinline__ float half_of(unsigned v, int which);
+template <>
+__device__ __forceinline__ float half_of<bf16>(unsigned v, int which) {
+  return __uint_as_float(__byte_perm(v, 0, which ? 0x3244 : 0x1044));
+}
+template <>
+__device__ __forceinline__ float half_of<f16>(unsigned v, int which) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(__byte_perm(v, 0, which ? 0x4432 : 0x4410))));
+}
+
 // COUNT elements from an address that is a multiple of their size in all (at most 16 bytes a load).
 template <int COUNT, typename T>
 __device__ __forceinline__ void load(float (&v)[COUNT], const T* p) {

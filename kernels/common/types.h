@@ -20,6 +20,7 @@ constexpr int kLanes = 16;     // rows of w in a block: one dword lane each
 constexpr int kChunk = 32;     // successive k of a step of the vector kernels
 constexpr int kSegment = 512;  // k whose groups share one float32 sum before it joins the row's
 constexpr int kMaxDigits = 3;
+constexpr int kFloats = 4;  // in place of a count of digits: x itself, a float32 of four bytes
 
 // w in stream order; the drawing is in kernels/qmv/README.md.
 struct Matrix {
@@ -28,7 +29,8 @@ struct Matrix {
   int bits;  // stored width, 4 or 8
   int group;
   Type scales;
-  bool fp4;  // codes are e2m1 numbers: looked up as 12 + 2*value, an integer in 0..24
+  bool fp4;          // codes are e2m1 numbers: looked up as 12 + 2*value, an integer in 0..24
+  bool fp8 = false;  // codes are e4m3 numbers: multiplied as floats (qmv/fp8.cpp)
 
   size_t codes_bytes() const { return (size_t)kLanes * group * bits / 8; }
   size_t group_bytes() const { return codes_bytes() + 2 * kLanes * size_of(scales); }
@@ -45,13 +47,16 @@ struct Digits {
   int8_t* digits;
   float* meta;
   int m, k, group;
-  int count;      // 1, 2 or 3
+  int count;      // 1, 2 or 3, or kFloats
   int tile;       // rows of a full tile
   int chunk;      // successive k whose digits lie together
   bool even_odd;  // 4-bit codes: eight k lie in the order 0 2 4 6 1 3 5 7 (unit: 0 4 1 5 2 6 3 7)
 
   int tiles() const { return (m + tile - 1) / tile; }
   int bytes() const;  // of one digit
+  size_t rows() const { return (size_t)tiles() * tile; }
+  size_t digits_bytes() const { return rows() * count * k * bytes(); }
+  size_t meta_floats() const { return rows() * 2 * (k / group); }
 };
 
 // Heights for which kernels exist, 16 on a matrix unit; spare rows are zero.
@@ -75,11 +80,12 @@ static inline float* tile_meta(const Digits& d, int t) {
 }
 
 struct Prologue {
-  const void* x;  // (m, k)
+  const void* x;  // (m, k); with `from`, row r of m is x's row from[r]
   Type type;
   const void* norm;  // (k,), or null
   Type norm_type;
   float eps;
+  const int* from;  // (m,), or null
 };
 
 struct Epilogue {
@@ -91,6 +97,17 @@ struct Epilogue {
   const void* residual;  // like y, or null
   Type residual_type;
   Activation activation;
+};
+
+// y[r] = residual[r] + sum over j of share[r, j] * x[place[r, j]]
+struct Combine {
+  const void* x;     // (any, n)
+  const int* place;  // (rows, top)
+  const float* share;
+  const void* residual;  // (rows, n)
+  void* y;
+  int n, top;
+  Type type;
 };
 
 struct RmsNorm {
@@ -143,6 +160,7 @@ struct Kernels {
   // The same on a matrix unit (AMX), or null: tiles of 16 rows of x.
   void (*product_tiled)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1,
                         int tile0, int tile1);
+  void (*combine)(const Combine&, int row0, int row1);
   void (*rms_norm)(const RmsNorm&, int row0, int row1);
   void (*rope)(const Rope&, int item0, int item1);  // items: (B, L)
   void (*sdpa_turn)(const Sdpa&, int item0, int item1);

@@ -19,6 +19,12 @@ __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
+// All that was committed but the last `LEFT` is done.
+template <int LEFT>
+__device__ __forceinline__ void wgmma_wait_but() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
 // All that was committed is done. The sums pass through, so that nothing reads them earlier.
 template <int COUNT>
 __device__ __forceinline__ void wgmma_wait(float (&d)[COUNT][4]) {
@@ -44,6 +50,12 @@ __device__ __forceinline__ void fence_async() {
   QRUN_R32                                                                                           \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "    \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define QRUN_R128                                                                                    \
+  QRUN_R64                                                                                           \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "    \
+  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, " \
+  "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, " \
+  "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define QRUN_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)
 
 // d (64, 8 * COUNT) = a (64, 16) @ b (16, 8 * COUNT) + (add ? d : 0), asynchronous. Warp i of the
@@ -64,6 +76,17 @@ QRUN_WGMMA(bf16, "bf16", 8, "64", QRUN_R32, QRUN_64, "%32", "%33", "%34", "%35",
 QRUN_WGMMA(f16, "f16", 8, "64", QRUN_R32, QRUN_64, "%32", "%33", "%34", "%35", "%36", "%37")
 QRUN_WGMMA(bf16, "bf16", 16, "128", QRUN_R64, QRUN_128, "%64", "%65", "%66", "%67", "%68", "%69")
 QRUN_WGMMA(f16, "f16", 16, "128", QRUN_R64, QRUN_128, "%64", "%65", "%66", "%67", "%68", "%69")
+#define QRUN_256 QRUN_128, QRUN_D8(16), QRUN_D8(24)
+QRUN_WGMMA(bf16, "bf16", 32, "256", QRUN_R128, QRUN_256, "%128", "%129", "%130", "%131", "%132", "%133")
+QRUN_WGMMA(f16, "f16", 32, "256", QRUN_R128, QRUN_256, "%128", "%129", "%130", "%131", "%132", "%133")
+#define QRUN_32 QRUN_D(0), QRUN_D(1), QRUN_D(2), QRUN_D(3)
+#define QRUN_R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+QRUN_WGMMA(bf16, "bf16", 4, "32", QRUN_R16, QRUN_32, "%16", "%17", "%18", "%19", "%20", "%21")
+QRUN_WGMMA(f16, "f16", 4, "32", QRUN_R16, QRUN_32, "%16", "%17", "%18", "%19", "%20", "%21")
+#undef QRUN_256
+#undef QRUN_R128
+#undef QRUN_32
+#undef QRUN_R16
 #undef QRUN_D
 #undef QRUN_D8
 #undef QRUN_R32

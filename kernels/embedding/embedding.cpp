@@ -7,6 +7,15 @@ namespace qrun::QRUN_NS {
 
 static const float kFp4Shifted[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
+// s eeee mmm, as in qmv/fp8.cpp
+static float e4m3(int code) {
+  if ((code & 127) == 127) return __builtin_nanf("");
+  const uint32_t bits = (uint32_t)(code & 128) << 24 | (uint32_t)(code & 127) << 20;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value * 0x1p120f;
+}
+
 static float scalar(const void* p, Type t) {
   alignas(64) float lanes[16];
   store(lanes, load_first(p, t, 1));
@@ -33,7 +42,7 @@ void embedding(const Matrix& w, const void* ids, bool wide_ids, void* y, Type ty
         __builtin_memcpy(&dword, p + (i * kLanes + lane) * 4, 4);
         for (int j = 0; j < per_dword; j++, dword >>= w.bits) {
           const int code = dword & mask;
-          const float q = w.fp4 ? kFp4Shifted[code] : (float)code;
+          const float q = w.fp4 ? kFp4Shifted[code] : w.fp8 ? e4m3(code) : (float)code;
           out[i * per_dword + j] = inside ? (s * q + b) * scale : __builtin_nanf("");
         }
       }

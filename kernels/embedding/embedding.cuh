@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common/dequantize.cuh"
+#include "../common/ptx.cuh"
 
 namespace qrun {
 
@@ -10,6 +11,8 @@ namespace qrun {
 template <typename T, typename Scheme, typename Id>
 __device__ __forceinline__ void embedding(const Id* ids, const Scheme& scheme, T* y, float scale, int n,
                                           int k) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   const int u = blockIdx.x * blockDim.x + threadIdx.x;
   if (u >= k / 8) return;
   const long long row = ids[blockIdx.y];

@@ -154,7 +154,9 @@ struct QmmMma {
   __device__ __forceinline__ void run(const E& epilogue) const {
     const int stages = (pk + RUN * WK - 1) / (RUN * WK);
     float acc[TM / 8][2][4] = {};
+    start_next_kernel();
     Factors next = load_factors(0);
+    wait_for_previous_kernel();
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
       fetch(s);

@@ -8,6 +8,7 @@
 //   place 16h + 2t + (0, 1, 8, 9)  <-  column 8t + 2h + (0, 4, 1, 5)
 #pragma once
 
+#include "../common/ptx.cuh"
 #include "../common/reduce.cuh"
 #include "../common/subnormal.cuh"
 
@@ -18,6 +19,8 @@ namespace qrun {
 template <int U, typename T, typename G>
 __device__ __forceinline__ void qmm_prepare(const T* x, const G* weight, float eps, T* out, float* sums,
                                             int k, int pk, int pm) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   const int m = blockIdx.x;
   x += static_cast<long long>(m) * k;
   float rms = 1;

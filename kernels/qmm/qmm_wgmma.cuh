@@ -1,17 +1,18 @@
-// qmm: y (M, N) = x (M, K) @ w (N, K)^T for many rows of x, 4-bit affine w, 16-bit x, by wgmma: compute
-// capability 9.0a. x comes from qmm_prepare.
+// qmm: y (M, N) = x (M, K) @ w (N, K)^T for many rows of x, 4-bit affine w, 16-bit x and scales of the same
+// type, by wgmma: compute capability 9.0a. x comes from qmm_arrange.
 //
-// A block computes BN = 64 * WN rows of w by BM rows of x; its warpgroups are WN x WK, each with 64 rows
-// of w, all BM rows of x and every WK-th run of 64 k. w is the operand in registers, x the one in shared
-// memory. A stage is 64 * WK k; STAGES of them are in shared memory, all but one on their way there:
+// A block computes BN = 64 * WN rows of w by BM rows of x; each of its WN warpgroups has 64 rows of w and
+// all BM rows of x. The sums stay in registers, and nothing but the tensor cores touches them until the
+// end: w becomes 16-bit numbers, scale * q + bias rounded once, which are operand a in registers. A run is
+// 128 k:
 //
-//   x     [WK][BM] rows of 64 elements in chunks of 16 bytes; chunk c of row m lies at c ^ m % 8
-//   w     [WK][BN] rows of 8 words in two chunks; chunk c of row n lies at c ^ n / 4 % 2
-//   sums  [WK][UNITS][BM] of x over the units of a run
+//   x   comes through a ring of STAGES runs in shared memory, in two bulk copies a run: operand b, the
+//       order of its bytes is qmm_arrange's
+//   w   comes from memory to registers a run ahead: lane 4g+t of a warp holds k 32t .. 32t+31 of rows g and
+//       g+8 in 16 bytes each, all of one group, whose scale and bias it has too
 //
-// Codes become operand a with a mask and a shift (subnormal.cuh, qmm_prepare.cuh). A unit's products are
-// summed by the tensor cores in sums of their own, and its scale and bias are applied to those in
-// float32, while the tensor cores work for the other warpgroups.
+// A word of w, codes n0 .. n7, is one lane's share of two wgmma: (n0, n4), (n2, n6) and (n1, n5), (n3, n7).
+// BN is four times BM in bytes of a run, so that both cost the L2 cache alike.
 #pragma once
 
 #include "../common/epilogue.cuh"
@@ -20,193 +21,165 @@
 
 namespace qrun {
 
-template <typename T, typename S, int GROUP, int BM, int WN, int WK, int STAGES>
+// Codes of a word -> operand a, without their factors' rounding: scale * q + bias, rounded once.
+template <typename T>
+struct Decode;
+
+// A nibble in place is the subnormal q * 2^-133 (16 times that at bits 4-7). The result is w * 2^-64, so
+// that the scale's factor stays in range; x carries 2^64.
+template <>
+struct Decode<bf16> {
+  unsigned even, odd, bias;  // two equal halves each
+
+  __device__ __forceinline__ void set(bf16 scale, bf16 b) {
+    const float s = to_float(scale), c = to_float(b) * 0x1p-64f;
+    even = pack<bf16>(s * 0x1p69f, s * 0x1p69f);
+    odd = pack<bf16>(s * 0x1p65f, s * 0x1p65f);
+    bias = pack<bf16>(c, c);
+  }
+  __device__ __forceinline__ unsigned low(unsigned w) const { return fma_pair(w & 0x000f000fu, even, bias, bf16()); }
+  __device__ __forceinline__ unsigned high(unsigned w) const { return fma_pair(w & 0x00f000f0u, odd, bias, bf16()); }
+};
+
+// 1024 + q is a number whose lowest bits are q; 1024 is taken off exactly.
+template <>
+struct Decode<f16> {
+  unsigned scale, bias;
+
+  __device__ __forceinline__ void set(f16 s, f16 b) {
+    scale = pack<f16>(to_float(s), to_float(s));
+    bias = pack<f16>(to_float(b), to_float(b));
+  }
+  __device__ __forceinline__ unsigned low(unsigned w) const {
+    const unsigned q = fma_pair((w & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe400e400u, f16());
+    return fma_pair(q, scale, bias, f16());
+  }
+  __device__ __forceinline__ unsigned high(unsigned w) const {  // 1024 + 16 q
+    const unsigned q = fma_pair((w & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd400d400u, f16());
+    return fma_pair(q, scale, bias, f16());
+  }
+};
+
+template <typename T, int GROUP, int BM, int WN, int STAGES>
 struct QmmWgmma {
-  static constexpr int THREADS = 128 * WN * WK, BN = 64 * WN, RUN = 64;
-  static constexpr int U = GROUP < RUN ? GROUP : RUN, UNITS = RUN / U;
-  static constexpr int X_BYTES = WK * BM * RUN * 2, W_BYTES = WK * BN * RUN / 2;
-  static constexpr int STAGE = (X_BYTES + W_BYTES + WK * UNITS * BM * 4 + 1023) / 1024 * 1024;
-  static constexpr int PITCH = BN + 4;  // of the sums at the end, [WK][BM][PITCH] float32
+  static constexpr int THREADS = 128 * WN, BN = 64 * WN, RUN = 128;
+  static constexpr int HALF = BM * 128, STAGE = 2 * HALF;  // bytes; a half run is 64 k
+  static constexpr int PITCH = BN + 4;                     // of the sums at the end, [BM][PITCH] float32
 
-  const T* x;         // (M, PK), prepared
-  const float* sums;  // (PK / U, PM), PM a multiple of BM
+  const T* x;         // (runs, 2, PM, 64), arranged; PM a multiple of BM
   const unsigned* w;  // (N, K / 8)
-  const S* scales;    // (N, K / GROUP)
-  const S* biases;    // (N, K / GROUP)
-  int m, n, k, pk, pm;
+  const T* scales;    // (N, K / GROUP)
+  const T* biases;    // (N, K / GROUP)
+  int m, n, k, pm;
 
-  // Scale and bias of rows g, g+8 of the warp for the units of a run.
-  struct Factors {
-    S scale[UNITS][2], bias[UNITS][2];
+  // A lane's share of a run: rows g and g+8.
+  struct Piece {
+    uint4 w[2];
+    T scale[2], bias[2];
   };
 
-  __device__ __forceinline__ static char* place() {  // the swizzle counts from multiples of 1024
+  // Shared memory: the ring, which must lie at a multiple of 1024 for its swizzle; its barriers.
+  char* ring;
+  unsigned long long *full, *empty;
+
+  __device__ __forceinline__ void place() {
     char* p = shared_memory();
-    return p + (1024 - shared_address(p) % 1024) % 1024;
+    ring = p + (1024 - shared_address(p) % 1024) % 1024;
+    full = reinterpret_cast<unsigned long long*>(ring + STAGES * STAGE);
+    empty = full + STAGES;
   }
-  __device__ __forceinline__ static int group_n() { return threadIdx.x / 128 % WN; }
-  __device__ __forceinline__ static int group_k() { return threadIdx.x / 128 / WN; }
-  // The warp's first row of w in the block.
-  __device__ __forceinline__ static int warp_n() { return group_n() * 64 + threadIdx.x / 32 % 4 * 16; }
   // m goes first: the blocks that run together read few rows of w, and x stays in L2.
   __device__ __forceinline__ int first_m() const { return blockIdx.x * BM; }
   __device__ __forceinline__ int first_n() const { return blockIdx.y * BN; }
+  __device__ __forceinline__ int runs() const { return (k + RUN - 1) / RUN; }
 
-  // Stage `stage` of k on its way into its place. Rows behind the last repeat it and are not written;
-  // k behind the end is zero.
-  __device__ __forceinline__ void fetch(char* shared, int stage) const {
-    char* to = shared + stage % STAGES * STAGE;
-    const int k0 = stage * RUN * WK;
+  // By one thread.
+  __device__ __forceinline__ void fetch(int run) const {
+    const int stage = run % STAGES;
+    copy_barrier_expect(full + stage, STAGE);
 #pragma unroll
-    for (int first = 0; first < WK * BM * 8; first += THREADS) {
-      const int i = first + threadIdx.x;
-      if (WK * BM * 8 % THREADS && i >= WK * BM * 8) break;
-      const int run = i / (BM * 8), row = i / 8 % BM, c = i % 8, at = k0 + run * RUN + c * 8;
-      const bool valid = at < pk;
-      const T* from = x + static_cast<long long>(min(first_m() + row, m - 1)) * pk + (valid ? at : 0);
-      copy_async(to + ((run * BM + row) * 8 + (c ^ row % 8)) * 16, from, valid);
-    }
-    to += X_BYTES;
-#pragma unroll
-    for (int first = 0; first < WK * BN * 2; first += THREADS) {
-      const int i = first + threadIdx.x;
-      if (WK * BN * 2 % THREADS && i >= WK * BN * 2) break;
-      const int run = i / (BN * 2), row = i / 2 % BN, c = i % 2, at = k0 + run * RUN + c * 32;
-      const bool valid = at < k;
-      const unsigned* from =
-          w + static_cast<long long>(min(first_n() + row, n - 1)) * (k / 8) + (valid ? at / 8 : 0);
-      copy_async(to + ((run * BN + row) * 2 + (c ^ row / 4 % 2)) * 16, from, valid);
-    }
-    to += W_BYTES;
-#pragma unroll
-    for (int first = 0; first < WK * UNITS * BM / 4; first += THREADS) {
-      const int i = first + threadIdx.x;
-      if (WK * UNITS * BM / 4 % THREADS && i >= WK * UNITS * BM / 4) break;
-      const int unit = i / (BM / 4), at = i % (BM / 4) * 4, which = k0 / U + unit;
-      const bool valid = which < pk / U;
-      const float* from = sums + (valid ? static_cast<long long>(which) * pm + first_m() + at : 0);
-      copy_async(to + i * 16, from, valid);
-    }
+    for (int h = 0; h < 2; h++)
+      copy_bulk(ring + stage * STAGE + h * HALF, x + ((run * 2 + h) * static_cast<long long>(pm) + first_m()) * 64,
+                HALF, full + stage);
   }
 
-  __device__ __forceinline__ Factors load_factors(int stage) const {
-    const int g = threadIdx.x % 32 / 4;
-    Factors f;
+  // Rows and k behind the end repeat what lies before: the rows are not written, x is zero there.
+  __device__ __forceinline__ Piece load_piece(int run) const {
+    const int lane = threadIdx.x % 32, at = min(run * RUN + lane % 4 * 32, k - 32);
+    Piece p;
 #pragma unroll
-    for (int u = 0; u < UNITS; u++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int row = min(first_n() + warp_n() + i * 8 + g, n - 1);
-        const int at = (stage * WK + group_k()) * RUN + u * U;
-        f.scale[u][i] = f.bias[u][i] = from_float<S>(0.0f);
-        if (at < k) {
-          const long long group = static_cast<long long>(row) * (k / GROUP) + at / GROUP;
-          f.scale[u][i] = scales[group], f.bias[u][i] = biases[group];
-        }
-      }
-    return f;
-  }
-
-  // acc (64, BM) += this warpgroup's run of the stage.
-  __device__ __forceinline__ void multiply(char* shared, float (&acc)[BM / 8][4], const Factors& f,
-                                           int stage) const {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const char* from = shared + stage % STAGES * STAGE;
-    const char* xs = from + group_k() * BM * RUN * 2;
-    const unsigned* ws =
-        reinterpret_cast<const unsigned*>(from + X_BYTES) + (group_k() * BN + warp_n() + g) * 8;
-    const float* totals = reinterpret_cast<const float*>(from + X_BYTES + W_BYTES) +
-                          group_k() * UNITS * BM + 2 * t;
-    unsigned a[4][4];  // k 16s ..
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-      const int chunk = c ^ g / 4 % 2;  // row g + 8 lies alike
-      const unsigned lo = ws[chunk * 4 + t], hi = ws[8 * 8 + chunk * 4 + t];
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        a[2 * c + h][0] = lo >> 8 * h & 0x000f000fu;
-        a[2 * c + h][1] = hi >> 8 * h & 0x000f000fu;
-        a[2 * c + h][2] = lo >> (8 * h + 4) & 0x000f000fu;
-        a[2 * c + h][3] = hi >> (8 * h + 4) & 0x000f000fu;
-      }
+    for (int i = 0; i < 2; i++) {
+      const unsigned row = min(first_n() + int(threadIdx.x) / 32 * 16 + lane / 4 + 8 * i, n - 1);
+      p.w[i] = load_stream(w + (row * (unsigned(k) / 8) + at / 8));
+      const unsigned group = row * (unsigned(k) / GROUP) + at / GROUP;
+      p.scale[i] = scales[group], p.bias[i] = biases[group];
     }
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-      float d[BM / 8][4];
-      constexpr int COUNT = 4 / UNITS;
-      wgmma_fence();
-#pragma unroll
-      for (int s = u * COUNT; s < (u + 1) * COUNT; s++)
-        wgmma(d, a[s], wgmma_rows(xs, s), s > u * COUNT, T());
-      wgmma_commit();
-      const float scale[2] = {to_float(f.scale[u][0]), to_float(f.scale[u][1])};
-      const float bias[2] = {to_float(f.bias[u][0]), to_float(f.bias[u][1])};
-#pragma unroll
-      for (int j = 0; j < BM / 8; j++) {  // while the tensor cores work
-        const float2 total = *reinterpret_cast<const float2*>(totals + u * BM + j * 8);
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-          acc[j][e] = fmaf(bias[e / 2], e % 2 ? total.y : total.x, acc[j][e]);
-      }
-      wgmma_wait(d);
-#pragma unroll
-      for (int j = 0; j < BM / 8; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) acc[j][e] = fmaf(scale[e / 2], d[j][e], acc[j][e]);
-    }
+    return p;
   }
 
   template <typename E>
-  __device__ __forceinline__ void run(const E& epilogue) const {
-    char* shared = place();
-    const int stages = (pk + RUN * WK - 1) / (RUN * WK);
-    float acc[BM / 8][4] = {};
-    Factors next = load_factors(0);
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {
-      fetch(shared, s);
-      copy_async_commit();
+  __device__ __forceinline__ void run(const E& epilogue) {
+    start_next_kernel();
+    place();
+    const int all = runs();
+    Piece next = load_piece(0);
+    wait_for_previous_kernel();
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < STAGES; s++) copy_barrier_init(full + s, 1), copy_barrier_init(empty + s, THREADS / 32);
+      for (int s = 0; s < min(STAGES, all); s++) fetch(s);
     }
+    __syncthreads();
+    float acc[BM / 8][4];
 #pragma unroll 1
-    for (int stage = 0; stage < stages; stage++) {
-      copy_async_wait<STAGES - 2>();
-      fence_async();
-      __syncthreads();  // the stage has come for all, and the one before has been used by all
-      fetch(shared, stage + STAGES - 1);
-      copy_async_commit();
-      const Factors now = next;
-      next = load_factors(stage + 1);
-      multiply(shared, acc, now, stage);
+    for (int r = 0; r < all; r++) {
+      const Piece now = next;
+      if (r + 1 < all) next = load_piece(r + 1);
+      Decode<T> row[2];
+      row[0].set(now.scale[0], now.bias[0]);
+      row[1].set(now.scale[1], now.bias[1]);
+      const char* stage = ring + r % STAGES * STAGE;
+      copy_barrier_wait(full + r % STAGES, r / STAGES % 2);
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const unsigned lo = (&now.w[0].x)[j], hi = (&now.w[1].x)[j];
+        const unsigned even[4] = {row[0].low(lo), row[1].low(hi), row[0].low(lo >> 8), row[1].low(hi >> 8)};
+        const unsigned odd[4] = {row[0].high(lo), row[1].high(hi), row[0].high(lo >> 8), row[1].high(hi >> 8)};
+        wgmma_fence();
+        wgmma(acc, even, wgmma_rows(stage + j / 2 * HALF, j % 2 * 2), r + j > 0, T());
+        wgmma(acc, odd, wgmma_rows(stage + j / 2 * HALF, j % 2 * 2 + 1), 1, T());
+        wgmma_commit();
+        wgmma_wait_but<1>();  // the operands before these may be overwritten
+        if (j == 0 && r > 0 && threadIdx.x % 32 == 0) copy_barrier_arrive(empty + (r - 1) % STAGES);
+        // The stage before goes to a run to come, by a thread of each warpgroup in turn.
+        if (j == 2 && r > 0 && r - 1 + STAGES < all && threadIdx.x == r % WN * 128) {
+          copy_barrier_wait(empty + (r - 1) % STAGES, (r - 1) / STAGES % 2);
+          fetch(r - 1 + STAGES);
+        }
+      }
     }
-    copy_async_wait<0>();
+    wgmma_wait(acc);
     __syncthreads();  // the stages' place takes the sums
-    finish(reinterpret_cast<float*>(shared), acc, epilogue);
+    finish(reinterpret_cast<float*>(ring), acc, epilogue);
   }
 
-  // The warps' sums through shared memory, so that the result is written along its rows.
+  // The sums through shared memory, so that the result is written along its rows.
   template <typename E>
   __device__ __forceinline__ void finish(float* shared, const float (&acc)[BM / 8][4],
                                          const E& epilogue) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float* mine = shared + group_k() * BM * PITCH + warp_n() + g;
+    float* mine = shared + threadIdx.x / 32 * 16 + g;
 #pragma unroll
     for (int j = 0; j < BM / 8; j++)
 #pragma unroll
       for (int e = 0; e < 4; e++) mine[(j * 8 + 2 * t + e % 2) * PITCH + e / 2 * 8] = acc[j][e];
     __syncthreads();
     constexpr int COLUMNS = BN / E::ROWS;
-#pragma unroll 1
+#pragma unroll 4
     for (int i = threadIdx.x; i < BM * COLUMNS; i += THREADS) {
       const int row = i / COLUMNS, column = i % COLUMNS, at = first_n() / E::ROWS + column;
       if (first_m() + row >= m || at >= epilogue.columns()) continue;
-      float v[E::ROWS] = {};
-#pragma unroll
-      for (int s = 0; s < WK; s++)
-#pragma unroll
-        for (int e = 0; e < E::ROWS; e++)
-          v[e] += shared[(s * BM + row) * PITCH + column * E::ROWS + e];
-      epilogue.write(first_m() + row, at, v[0] * Subnormal<T>::UNDO,
-                     E::ROWS == 2 ? v[E::ROWS - 1] * Subnormal<T>::UNDO : 0.0f);
+      const float* v = shared + row * PITCH + column * E::ROWS;
+      epilogue.write(first_m() + row, at, v[0], E::ROWS == 2 ? v[E::ROWS - 1] : 0.0f);
     }
   }
 };

@@ -37,10 +37,11 @@ template <int COUNT>
 static void prepare_row(const Prologue& p, const Digits& d, int tile, int r) {
   const size_t row = (size_t)tile * d.tile + r;
   const bool spare = row >= (size_t)d.m;
-  const f32x16 rms = splat(p.norm && !spare ? inverse_rms(p, row, d.k) : 1.0f);
+  const size_t from = p.from && !spare ? (size_t)p.from[row] : row;
+  const f32x16 rms = splat(p.norm && !spare ? inverse_rms(p, from, d.k) : 1.0f);
   const auto number = [&](int k) {  // 16 of them
     if (spare) return splat(0);
-    const f32x16 x = load(at(p.x, p.type, row * d.k + k), p.type);
+    const f32x16 x = load(at(p.x, p.type, from * d.k + k), p.type);
     return p.norm ? x * rms * load(at(p.norm, p.norm_type, k), p.norm_type) : x;
   };
   i32x16 largest = splat_i(0);

@@ -8,16 +8,13 @@
 namespace qrun {
 
 Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits, int group,
-                 Type scales, const std::string& mode) {
+                 Type scales, const std::string& mode, int count) {
   const std::string at = std::string(op) + ": ";
   require(n >= 1 && k >= 1, at + "n and k must be at least 1");
-  require(mode == "affine" || mode == "mxfp4", at + "mode \"" + mode + "\" has no CPU kernel");
-  require(bits >= 2 && bits <= 8 && bits != 7, at + "bits must be 2, 3, 4, 5, 6 or 8");
-  require(group == 32 || group == 64 || group == 128, at + "group_size must be 32, 64 or 128");
   require(k % group == 0, at + "k = " + std::to_string(k) +
                               " is not a multiple of group_size = " + std::to_string(group));
-  Matrix m{nullptr, n, k, bits <= 4 ? 4 : 8, group, scales, mode == "mxfp4"};
-  const size_t bytes = m.block_bytes() * m.blocks();
+  const Matrix m = format_of(op, n, k, bits, group, scales, mode);
+  const size_t bytes = m.block_bytes() * m.blocks() * count;
   require(packed.dtype() == mx::uint8 && packed.ndim() == 1 && packed.size() == bytes,
           at + "packed has shape " + text(packed.shape()) + ", expected (" + std::to_string(bytes) +
               ",) uint8, the result of pack() for n = " + std::to_string(n) +
@@ -25,12 +22,33 @@ Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits
   return m;
 }
 
+Activation activation_of(const std::string& at, const std::string& name, int n) {
+  if (name == "none") return Activation::none;
+  require(name == "swiglu" || name == "geglu",
+          at + "activation must be none, swiglu or geglu, not \"" + name + "\"");
+  require(n % 2 == 0, at + "n = " + std::to_string(n) + " must be even for " + name);
+  return name == "swiglu" ? Activation::swiglu : Activation::geglu;
+}
+
+Digits digits_of(const Kernels& run, const Matrix& w, int m, int count) {
+  Digits d{};
+  d.m = m;
+  d.k = w.k;
+  d.group = w.group;
+  d.count = w.fp8 ? kFloats : count;
+  d.even_odd = w.bits == 4;
+  // Rows of x from which a matrix unit, where there is one, pays. It wants 32 codes a scale.
+  constexpr int kUnitFrom = 9;
+  const bool unit = run.product_tiled && m >= kUnitFrom && w.group >= 32 && !w.fp8;
+  const int most = w.fp8 ? 4 : run.max_tile[count];
+  d.tile = unit ? kUnitRows : std::min(tile_height(std::min(m, 8)), most);
+  d.chunk = std::min(d.group, kChunk);
+  return d;
+}
+
 namespace {
 
-constexpr size_t kAlikeRows = 8;   // up to here any number of rows gives a row the same bits
-constexpr int kUnitFrom = 9;       // rows of x from which a matrix unit, where there is one, pays
-constexpr size_t kShareBytes = 64 << 10;   // packed bytes worth handing to another thread
-constexpr size_t kPanelBytes = 768 << 10;  // digits of x that stay in L2 while blocks of w pass
+constexpr size_t kAlikeRows = 8;  // up to here any number of rows gives a row the same bits
 
 class Product : public CpuPrimitive {
  public:
@@ -53,8 +71,12 @@ class Product : public CpuPrimitive {
     auto take = [&](bool there) { return there ? dense(in[next++], stream()) : nullptr; };
     Matrix w = w_;
     w.data = reinterpret_cast<const uint8_t*>(dense(in[1], stream()));
-    Prologue p{dense(in[0], stream()), type_of(in[0].dtype(), name_, "x"), nullptr, Type::f32,
-               eps_};
+    Prologue p{dense(in[0], stream()),
+               type_of(in[0].dtype(), name_, "x"),
+               nullptr,
+               Type::f32,
+               eps_,
+               nullptr};
     if (norm_) p.norm_type = type_of(in[next].dtype(), name_, "norm_weight");
     p.norm = take(norm_);
     Epilogue e = e_;
@@ -65,18 +87,9 @@ class Product : public CpuPrimitive {
     e.y = allocate<char>(out[0]);
 
     const Kernels* run = &kernels();
-    Digits d{};
-    d.m = static_cast<int>(in[0].size() / w.k);
-    d.k = w.k;
-    d.group = w.group;
-    d.count = digits_;
-    d.even_odd = w.bits == 4;
-    const bool unit = run->product_tiled && d.m >= kUnitFrom;
-    d.tile = unit ? kUnitRows : std::min(tile_height(std::min(d.m, 8)), run->max_tile[d.count]);
-    d.chunk = kChunk;
-    const size_t rows = static_cast<size_t>(d.tiles()) * d.tile;
-    d.digits = static_cast<int8_t*>(scratch(rows * d.count * d.k * d.bytes(), stream()));
-    d.meta = static_cast<float*>(scratch(rows * 2 * (d.k / d.group) * sizeof(float), stream()));
+    Digits d = digits_of(*run, w, static_cast<int>(in[0].size() / w.k), digits_);
+    d.digits = static_cast<int8_t*>(scratch(d.digits_bytes(), stream()));
+    d.meta = static_cast<float*>(scratch(d.meta_floats() * sizeof(float), stream()));
     if (d.m == 0) return;
     enqueue(stream(), [run, w, p, d, e] { compute(*run, w, p, d, e); });
   }
@@ -141,14 +154,8 @@ mx::array product(const char* op, const mx::array& x, const mx::array& packed, i
   Epilogue e{};
   e.type = type_of(x.dtype(), op, "x");
   e.scale = o.scale;
-  require(o.activation == "none" || o.activation == "swiglu" || o.activation == "geglu",
-          at + "activation must be none, swiglu or geglu, not \"" + o.activation + "\"");
-  e.activation = o.activation == "none"     ? Activation::none
-                 : o.activation == "swiglu" ? Activation::swiglu
-                                            : Activation::geglu;
+  e.activation = activation_of(at, o.activation, n);
   const bool gated = e.activation != Activation::none;
-  require(!gated || n % 2 == 0,
-          at + "n = " + std::to_string(n) + " must be even for " + o.activation);
   mx::Shape shape = x.shape();
   shape.back() = gated ? n / 2 : n;
   // float32 x keeps 24 bits. 16-bit x has at most 11 of its own: 16 lose nothing that its result

@@ -20,14 +20,15 @@ namespace qrun::QRUN_NS {
 
 constexpr int kAhead = 8192;  // bytes; 1 KB ahead is worse than none
 
-template <int BITS, bool FP4, int D, int MT>
+template <int BITS, bool FP4, int CHUNK, int D, int MT>
 static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int block, int t) {
   const uint8_t* p = w.data + block * w.block_bytes();
   const int8_t* x = tile_digits(digits, t);
   const float* meta = tile_meta(digits, t);
-  const int groups = w.k / w.group, chunks = w.group / kChunk;
+  const int groups = w.k / w.group, chunks = w.group / CHUNK;
   const size_t scales_bytes = kLanes * size_of(w.scales);
   // A dot product takes 5 cycles and two start in each: few sums need twice the chains.
+  constexpr int LINES = BITS * CHUNK / 32;  // dwords of a lane in a chunk
   constexpr bool two_chains = BITS == 4 && MT * D <= 6;
   f32x16 acc[MT], total[MT];
   QRUN_UNROLL
@@ -50,14 +51,14 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
 
     for (int c = 0; c < chunks; c++) {
       QRUN_UNROLL
-      for (int i = 0; i < BITS; i++) {  // BITS dwords of a lane are one chunk of 32 k
+      for (int i = 0; i < LINES; i++) {
         prefetch(p + i * 64 + kAhead);
         i32x16 codes = load_i(p + i * 64);
         if constexpr (BITS == 8) {
           QRUN_UNROLL
           for (int m = 0; m < MT; m++) QRUN_UNROLL
           for (int d = 0; d < D; d++)
-            s[m][d] = dot_byte(s[m][d], codes, x + (m * D + d) * kChunk + i * 4);
+            s[m][d] = dot_byte(s[m][d], codes, x + (m * D + d) * CHUNK + i * 4);
         } else {
           const i32x16 mask = splat_i(0x0f0f0f0f);
           i32x16 even = codes & mask, odd = shr<4>(codes) & mask;
@@ -68,15 +69,15 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
           QRUN_UNROLL
           for (int m = 0; m < MT; m++) QRUN_UNROLL
           for (int d = 0; d < D; d++)
-            s[m][d] = dot_small(s[m][d], even, x + (m * D + d) * kChunk + i * 8);
+            s[m][d] = dot_small(s[m][d], even, x + (m * D + d) * CHUNK + i * 8);
           QRUN_UNROLL
           for (int m = 0; m < MT; m++) QRUN_UNROLL
           for (int d = 0; d < D; d++)
-            odd_sums[m][d] = dot_small(odd_sums[m][d], odd, x + (m * D + d) * kChunk + i * 8 + 4);
+            odd_sums[m][d] = dot_small(odd_sums[m][d], odd, x + (m * D + d) * CHUNK + i * 8 + 4);
         }
       }
-      p += BITS * 64;
-      x += MT * D * kChunk;
+      p += LINES * 64;
+      x += MT * D * CHUNK;
     }
     prefetch(p + kAhead);
     f32x16 scale = load(p, w.scales), bias = load(p + scales_bytes, w.scales);
@@ -99,36 +100,38 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
 
 using Tile = void (*)(const Matrix&, const Digits&, const Epilogue&, int, int);
 
-template <int BITS, bool FP4, int D>
+template <int BITS, bool FP4, int CHUNK, int D>
 static Tile pick_rows(int rows) {
   constexpr int most = kMaxTile[D];
-  if (rows == 1) return tile<BITS, FP4, D, 1>;
+  if (rows == 1) return tile<BITS, FP4, CHUNK, D, 1>;
   if constexpr (most >= 2)
-    if (rows == 2) return tile<BITS, FP4, D, 2>;
+    if (rows == 2) return tile<BITS, FP4, CHUNK, D, 2>;
   if constexpr (most >= 4)
-    if (rows == 4) return tile<BITS, FP4, D, 4>;
+    if (rows == 4) return tile<BITS, FP4, CHUNK, D, 4>;
   if constexpr (most >= 6)
-    if (rows == 6) return tile<BITS, FP4, D, 6>;
+    if (rows == 6) return tile<BITS, FP4, CHUNK, D, 6>;
   if constexpr (most >= 8)
-    if (rows == 8) return tile<BITS, FP4, D, 8>;
+    if (rows == 8) return tile<BITS, FP4, CHUNK, D, 8>;
   __builtin_trap();  // tile_height() knows no other
 }
 
-template <int BITS, bool FP4>
+template <int BITS, bool FP4, int CHUNK = kChunk>
 static Tile pick(int count, int rows) {
-  return count == 1   ? pick_rows<BITS, FP4, 1>(rows)
-         : count == 2 ? pick_rows<BITS, FP4, 2>(rows)
-                      : pick_rows<BITS, FP4, 3>(rows);
+  return count == 1   ? pick_rows<BITS, FP4, CHUNK, 1>(rows)
+         : count == 2 ? pick_rows<BITS, FP4, CHUNK, 2>(rows)
+                      : pick_rows<BITS, FP4, CHUNK, 3>(rows);
 }
 
 void product(const Matrix& w, const Digits& x, const Epilogue& e, int block0, int block1, int tile0,
              int tile1) {
   if (tile0 >= tile1) return;
+  if (w.fp8) return product_fp8(w, x, e, block0, block1, tile0, tile1);
   auto choose = [&](int t) {
     const int rows = rows_in_tile(x, t);
-    return w.bits == 8 ? pick<8, false>(x.count, rows)
-           : w.fp4     ? pick<4, true>(x.count, rows)
-                       : pick<4, false>(x.count, rows);
+    return w.bits == 8     ? pick<8, false>(x.count, rows)
+           : !w.fp4        ? pick<4, false>(x.count, rows)
+           : w.group == 16 ? pick<4, true, 16>(x.count, rows)
+                           : pick<4, true>(x.count, rows);
   };
   const Tile full = choose(tile0), last = choose(tile1 - 1);
   for (int b = block0; b < block1; b++) {

@@ -256,6 +256,7 @@ struct Qmv {
   // G: type of the norm's weight (K,), null without a norm.
   template <typename G, typename E>
   __device__ __forceinline__ void run(const G* weight, float eps, const E& epilogue) {
+    start_next_kernel();
     place();
     const int warp = threadIdx.x / 32, stride = gridDim.x * ROWS;
     float sums[PASSES][4] = {};
@@ -265,7 +266,10 @@ struct Qmv {
       int rows = blockIdx.x * ROWS, take = warp, buffer = 0;
       Tile tile;  // the first loads are under way while x is prepared
       if (take < takes) load_tile(tile, rows, k0, take);
-      if (k0 > 0) __syncthreads();  // the last chunk's x has been used
+      if (k0 == 0)
+        wait_for_previous_kernel();
+      else
+        __syncthreads();  // the last chunk's x has been used
       if (weight && k0 == 0) prepare_rms(eps);
       prepare_x(weight, k0, steps);
       __syncthreads();

@@ -22,6 +22,7 @@
 //   whole row of x, so it leaves the sum, and sum(x^2) is gathered in the same march.
 
 #include <metal_simdgroup>
+
 #include "../common/dequantize.metal"
 #include "../common/epilogue.metal"
 

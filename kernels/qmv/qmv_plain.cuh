@@ -5,6 +5,7 @@
 
 #include "../common/dequantize.cuh"
 #include "../common/epilogue.cuh"
+#include "../common/ptx.cuh"
 #include "../common/reduce.cuh"
 
 namespace qrun {
@@ -14,6 +15,8 @@ namespace qrun {
 template <int TM, typename T, typename Scheme, typename E>
 __device__ __forceinline__ void qmv_plain(const T* x, const Scheme& scheme, const E& epilogue, int rows,
                                           int n, int k) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   const int lane = threadIdx.x % 32, first = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * 2;
   const int m0 = blockIdx.y * TM;
   if (first >= n) return;

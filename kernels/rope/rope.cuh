@@ -5,8 +5,8 @@
 //   elements R .. D-1 pass as they are
 #pragma once
 
+#include "../common/ptx.cuh"
 #include "../common/reduce.cuh"
-#include "../common/types.cuh"
 
 namespace qrun {
 
@@ -46,6 +46,8 @@ struct Rope {
 
   // Grid: x over heads of q, k, v, one a warp; y over tokens.
   __device__ __forceinline__ void run() const {
+    start_next_kernel();
+    wait_for_previous_kernel();
     const int lane = threadIdx.x % 32, head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (head >= heads + 2 * kv_heads) return;
     const int batch = blockIdx.y / length, l = blockIdx.y % length, position = *offset + l;

@@ -12,6 +12,7 @@
 // kernel by making them depend on q.
 
 #include <metal_simdgroup>
+
 #include "../common/memory.metal"
 
 // NORM: q_norm and k_norm (D) are there. D, R: head size and rotated part of it, R even.

@@ -87,6 +87,8 @@ struct SdpaDecode {
   // values (B * H * L, splits, D) and stats (B * H * L, splits, 2), or y (B * L, H * D) if splits is 1.
   // Grid: x splits, y B * Hkv, z rows / ROWS.
   __device__ __forceinline__ void run(T* y, float* values, float* stats) const {
+    start_next_kernel();
+    wait_for_previous_kernel();
     const int lane = threadIdx.x % LANES, rows = min(ROWS, group() * length - first_row());
     const int seen_first = token(first_row()), seen_last = token(first_row() + rows - 1);
     const int begin = window ? max(0, *offset + seen_first - window + 1) : 0;
@@ -207,6 +209,8 @@ struct SdpaDecode {
 template <int D, typename T>
 __device__ __forceinline__ void sdpa_merge(const float* values, const float* stats, T* y, int splits,
                                            int heads, int length) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   const int d = threadIdx.x, l = blockIdx.x % length, head = blockIdx.x / length % heads;
   const int batch = blockIdx.x / length / heads;
   if (d >= D) return;

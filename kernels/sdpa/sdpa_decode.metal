@@ -14,6 +14,7 @@
 // launch fits every step.
 
 #include <metal_simdgroup>
+
 #include "../common/attention.metal"
 #include "../common/memory.metal"
 

@@ -44,6 +44,8 @@ struct SdpaPrefill {
 
   // Grid: x tiles of queries, the last one first (it has the most keys); y H; z B.
   __device__ __forceinline__ void run() const {
+    start_next_kernel();
+    wait_for_previous_kernel();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int first_query = (gridDim.x - 1 - blockIdx.x) * BQ;
     const int position = *offset + first_query;  // of the block's first query

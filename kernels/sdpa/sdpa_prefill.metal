@@ -25,6 +25,9 @@ struct SdpaPrefill {
   using Q = DenseLoader<T, BQ, D, THREADS, VEC, true>;
   using KV = DenseLoader<T, BK, D, THREADS, VEC, true>;
   CONST LD = Q::LD;
+  // Is the next tile held in registers while this one is multiplied? Beside the sums of a wide head
+  // (D / 4 registers) there is room for a run of 16 bytes or four, not for eight.
+  CONST AHEAD = KV::STEPS <= 4;
   CONST TILES = (Q::BYTES + KV::BYTES) / 16;  // threadgroup memory, in uint4
 
   // q (B, H, L, D), caches (B, Hkv, C, D), out (B, L, H * D). place: (tile of queries, h, b).
@@ -61,15 +64,18 @@ struct SdpaPrefill {
     float most = LOWEST;
     float total = 0;
 
-    queries.fetch();
-    queries.place(q_tile);
-    keys.fetch();
+    queries.copy(q_tile);
+    if (AHEAD) {
+      keys.fetch();
+    }
     const threadgroup T* mine = q_tile + simdgroup * 8 * LD;
     for (int k0 = start; k0 < end; k0 += BK) {
       threadgroup_barrier(mem_flags::mem_threadgroup);  // the last values have been read
-      keys.place(kv_tile);
+      AHEAD ? keys.place(kv_tile) : keys.copy(kv_tile);
       threadgroup_barrier(mem_flags::mem_threadgroup);  // keys (and queries) are there
-      values.fetch();
+      if (AHEAD) {
+        values.fetch();
+      }
 
       float2 score[BK / 8];
       UNROLL
@@ -109,11 +115,13 @@ struct SdpaPrefill {
       most = higher;
 
       threadgroup_barrier(mem_flags::mem_threadgroup);  // the keys have been read
-      values.place(kv_tile);
+      AHEAD ? values.place(kv_tile) : values.copy(kv_tile);
       threadgroup_barrier(mem_flags::mem_threadgroup);  // values are there
       values.next();
       keys.next();
-      keys.fetch();  // past the last tile this fetches zeros
+      if (AHEAD) {
+        keys.fetch();  // past the last tile this fetches zeros
+      }
       UNROLL
       for (int d = 0; d < D / 8; d++) {
         simdgroup_barrier(mem_flags::mem_none);

@@ -1,6 +1,7 @@
 """One file an op: its contract, its float64 reference, the bytes it must move, its launch."""
 
 from qrun.ops.argmax import argmax
+from qrun.ops.combine import combine
 from qrun.ops.embedding import embedding
 from qrun.ops.gather_qmm import gather_qmm
 from qrun.ops.gemm import gemm
@@ -9,13 +10,16 @@ from qrun.ops.qmm import qmm
 from qrun.ops.qmv import qmv
 from qrun.ops.rms_norm import rms_norm
 from qrun.ops.rope import rope
+from qrun.ops.route import Routes, route
 from qrun.ops.sample import sample
 from qrun.ops.sdpa import sdpa
 from qrun.ops.swiglu import swiglu
 
 __all__ = [
     "QuantizedMatrix",
+    "Routes",
     "argmax",
+    "combine",
     "embedding",
     "gather_qmm",
     "gemm",
@@ -23,6 +27,7 @@ __all__ = [
     "qmv",
     "rms_norm",
     "rope",
+    "route",
     "sample",
     "sdpa",
     "swiglu",

@@ -6,25 +6,29 @@ Matrices are repacked once into the stream that the kernels read (kernels/qmv/RE
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import mlx.core as mx
 
 from qrun import _ext
 from qrun.ops import _mlx
-from qrun.ops._launch import Arrays, Norm, Step
+from qrun.ops._launch import Arrays, Norm, Step, enqueued
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_host
-from qrun.quantization import Quantization
 
 NAME = "cpu"
 QMV_ROWS = 8
-MODES = ("affine", "mxfp4")  # with kernels; a matrix in another takes MLX's product
+PREFILL_ROWS = 512
+GATHERS = True
 
 rms_norm = _ext.rms_norm
 swiglu = _ext.swiglu
 argmax = _ext.argmax
+route = _ext.route
+combine = _ext.combine
 sample = on_host
 gemm = _mlx.gemm
+once = enqueued
 
 
 def traced(step: Step) -> Step:
@@ -41,7 +45,7 @@ def traced(step: Step) -> Step:
     def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
         nonlocal program, bound, last, foreign
         if foreign:
-            return step(inputs, state)
+            return enqueued(step)(inputs, state)
         if program is None or any(a is not b for a, b in zip(state, bound, strict=True)):
             mx.eval(state)  # what is still to be computed must not become part of the program
             outputs, after = step(inputs, state)
@@ -49,24 +53,21 @@ def traced(step: Step) -> Step:
                 program, bound, last = _ext.Program(inputs, outputs), state, []
             except ValueError:  # an op of MLX among them
                 foreign = True
+                mx.async_eval(outputs, after)
                 return outputs, after
         last = program(inputs, last)
+        mx.async_eval(last)
         return last, bound
 
     return run
 
 
-def has_kernel(spec: Quantization) -> bool:
-    return spec.mode in MODES
-
-
-def pack(m: QuantizedMatrix) -> mx.array | None:
+def pack(m: QuantizedMatrix, count: int = 1) -> mx.array:
     """The stream of uint8 bytes; m's own arrays are no longer needed then."""
-    if not has_kernel(m.spec):
-        return None
     assert m.w is not None
     assert m.scales is not None
-    return _ext.pack(m.w, m.scales, m.biases, m.spec.bits, m.spec.group_size, m.spec.mode)
+    spec = m.spec
+    return _ext.pack(m.w, m.scales, m.biases, spec.bits, spec.group_size, spec.mode, count)
 
 
 def qmv(
@@ -105,10 +106,6 @@ def _product(
     activation: str | None,
     scale: float,
 ) -> mx.array:
-    if not has_kernel(m.spec):
-        return _mlx.qmv(
-            x, m, norm=norm, bias=bias, residual=residual, activation=activation, scale=scale
-        )
     return kernel(
         x,
         _stream(m),
@@ -127,21 +124,43 @@ def _product(
     )
 
 
+def gather_qmm(
+    x: mx.array,
+    m: QuantizedMatrix,
+    row: mx.array | None,
+    expert: mx.array,
+    *,
+    count: int,
+    activation: Literal["swiglu", "geglu"] | None,
+    grouped: bool,
+) -> mx.array:
+    return _ext.gather_qmm(
+        x,
+        _stream(m, count),
+        expert,
+        row,
+        count,
+        m.n // count,
+        m.k,
+        m.spec.bits,
+        m.spec.group_size,
+        scale_dtype=_scales(m),
+        activation=activation or "none",
+        mode=m.spec.mode,
+    )
+
+
 def _scales(m: QuantizedMatrix) -> mx.Dtype:
     """The type of affine scales. A microscaling format has bytes, and what is said is not used."""
     return m.scale_dtype if m.spec.mode == "affine" else mx.float32
 
 
-def _stream(m: QuantizedMatrix) -> mx.array:
+def _stream(m: QuantizedMatrix, count: int = 1) -> mx.array:
     """m's packed bytes; a matrix that was never packed is packed for this one call."""
-    packed = m.packed if m.packed is not None else pack(m)
-    assert packed is not None
-    return packed
+    return m.packed if m.packed is not None else pack(m, count)
 
 
 def embedding(ids: mx.array, m: QuantizedMatrix, *, dtype: mx.Dtype, scale: float) -> mx.array:
-    if not has_kernel(m.spec):
-        return _mlx.embedding(ids, m, dtype=dtype, scale=scale)
     return _ext.embedding(
         ids,
         _stream(m),

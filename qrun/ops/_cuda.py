@@ -6,24 +6,28 @@ import mlx.core as mx
 
 from qrun.ops import _mlx
 from qrun.ops._cuda_product import qmm, qmv
+from qrun.ops._cuda_program import once, traced
 from qrun.ops._cuda_rows import argmax, embedding, rms_norm, rope, sdpa, swiglu
-from qrun.ops._launch import Step
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
-from qrun.quantization import Quantization
 
 __all__ = [
+    "GATHERS",
     "NAME",
+    "PREFILL_ROWS",
     "QMV_ROWS",
     "argmax",
+    "combine",
     "embedding",
+    "gather_qmm",
     "gemm",
-    "has_kernel",
+    "once",
     "pack",
     "qmm",
     "qmv",
     "rms_norm",
     "rope",
+    "route",
     "sample",
     "sdpa",
     "swiglu",
@@ -32,18 +36,15 @@ __all__ = [
 
 NAME = "cuda"
 QMV_ROWS = 16
+PREFILL_ROWS = 2048
+GATHERS = False
 
 sample = on_device
 gemm = _mlx.gemm
+gather_qmm = _mlx.gather_qmm
+route = _mlx.route
+combine = _mlx.combine
 
 
-def has_kernel(spec: Quantization) -> bool:
-    return True
-
-
-def traced(step: Step) -> Step:
-    return mx.compile(step)
-
-
-def pack(m: QuantizedMatrix) -> mx.array | None:
+def pack(m: QuantizedMatrix, count: int) -> mx.array | None:
     return None

@@ -1,23 +1,36 @@
-"""Launching one function of kernels/: the only caller of MLX's CUDA kernels.
+"""Launching one function of kernels/: every CUDA kernel of qrun goes through `launch`.
 
-The source that MLX compiles at run time is an `#include` of the file and one call. It must stay
-short: MLX builds and hashes it at every evaluation.
+A kernel is a translation unit of an `#include` and one call. It is compiled once and kept on disk
+(_cuda_compile.py). Who runs it can be exchanged: MLX, op by op, or a program that records a whole
+step (_cuda_program.py), or a test.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
-from qrun import paths
 from qrun.ops.matrix import QuantizedMatrix
 
 MICRO = {"mxfp4": 0, "nvfp4": 1, "mxfp8": 2}  # enum Micro of common/dequantize.cuh
 Constant = bool | int | mx.Dtype
+TYPES = {
+    mx.float32: "float",
+    mx.float16: "__half",
+    mx.bfloat16: "__nv_bfloat16",
+    mx.uint64: "unsigned long long",
+    mx.uint32: "unsigned",
+    mx.int32: "int",
+    mx.uint8: "unsigned char",
+}
 
 
 @dataclass(frozen=True)
@@ -29,34 +42,72 @@ class Shape:
     shared: int = 0
 
 
-@cache
-def _kernel(
-    file: str, names: tuple[str, ...], outputs: tuple[str, ...], source: str, shape: Shape
-) -> Any:
-    # MLX has no argument for launch bounds, so the header ends by putting them into the keyword.
-    header = (
-        f'#include "{paths.KERNELS / file}"\n'
-        "#undef __global__\n"
-        "#define __global__ __attribute__((global)) "
-        f"__launch_bounds__({shape.threads}, {shape.blocks})\n"
+@dataclass(frozen=True)
+class Kernel:
+    """A function of CUDA C++ under its own name; arguments: inputs, outputs, then ints."""
+
+    label: str  # of what, for people
+    name: str
+    text: str
+    shape: Shape
+
+    @cached_property
+    def cubin(self) -> bytes:
+        """Machine code for this GPU."""
+        from qrun.ops._cuda_compile import compiled
+
+        return compiled(self.text)
+
+
+Output = tuple[tuple[int, ...], mx.Dtype]
+# kernel, inputs, numbers, outputs, grid in blocks -> results
+Runner = Callable[
+    [Kernel, list[mx.array], list[int], list[Output], tuple[int, int, int]], list[mx.array]
+]
+
+
+def by_mlx(
+    kernel: Kernel,
+    inputs: list[mx.array],
+    numbers: list[int],
+    outputs: list[Output],
+    grid: tuple[int, int, int],
+) -> list[mx.array]:
+    """The kernel as an op of MLX's graph."""
+    threads = kernel.shape.threads
+    return mx.fast.precompiled_cuda_kernel(
+        name=kernel.name,
+        compiled_source=kernel.cubin,
+        inputs=inputs,
+        output_shapes=[s for s, _ in outputs],
+        output_dtypes=[dtype for _, dtype in outputs],
+        scalars=cast(Any, numbers),
+        grid=(grid[0] * threads, grid[1], grid[2]),
+        threadgroup=(threads, 1, 1),
+        shared_memory=kernel.shape.shared,
+        ensure_row_contiguous=True,
     )
-    # MLX raises the limit of shared memory once for each name: the size is part of it.
-    name = f"qrun_{file.rsplit('/', 1)[-1].removesuffix('.cuh')}_{shape.shared}"
-    return mx.fast.cuda_kernel(
-        name=name,
-        input_names=list(names),
-        output_names=list(outputs),
-        source=source,
-        header=header,
-        shared_memory=shape.shared,
-    )
+
+
+_runner: Runner = by_mlx
+
+
+@contextmanager
+def run_by(runner: Runner) -> Generator[None]:
+    """Within it, `runner` gets what is launched."""
+    global _runner
+    before, _runner = _runner, runner
+    try:
+        yield
+    finally:
+        _runner = before
 
 
 def launch(
     file: str,
     source: str,
     inputs: dict[str, mx.array | None],
-    outputs: dict[str, tuple[tuple[int, ...], mx.Dtype]],
+    outputs: dict[str, Output],
     constants: dict[str, Constant],
     grid: tuple[int, int, int],
     shape: Shape,
@@ -64,17 +115,60 @@ def launch(
     """Run `source`, one statement or two, over `grid` blocks.
 
     inputs by name; None is left out, and the source says nullptr. outputs: name to (shape, dtype).
+    The source may say `x_shape[0]` of an input x.
     """
     given = {name: array for name, array in inputs.items() if array is not None}
-    kernel = _kernel(file, tuple(given), tuple(outputs), source, shape)
-    return kernel(
-        inputs=list(given.values()),
-        output_shapes=[s for s, _ in outputs.values()],
-        output_dtypes=[dtype for _, dtype in outputs.values()],
-        template=list(constants.items()),
-        grid=(grid[0] * shape.threads, grid[1], grid[2]),
-        threadgroup=(shape.threads, 1, 1),
+    kernel, axes = _kernel(
+        file,
+        source,
+        tuple((name, array.dtype) for name, array in given.items()),
+        tuple((name, dtype) for name, (_, dtype) in outputs.items()),
+        tuple(constants.items()),
+        shape,
     )
+    numbers = [given[name].shape[axis] for name, axis in axes]
+    return _runner(kernel, list(given.values()), numbers, list(outputs.values()), grid)
+
+
+@cache
+def _kernel(
+    file: str,
+    source: str,
+    inputs: tuple[tuple[str, mx.Dtype], ...],
+    outputs: tuple[tuple[str, mx.Dtype], ...],
+    constants: tuple[tuple[str, Constant], ...],
+    shape: Shape,
+) -> tuple[Kernel, list[tuple[str, int]]]:
+    """The kernel, and the axes of inputs that are its numbers."""
+    shapes = sorted(set(re.findall(r"\b(\w+)_shape\[(\d)\]", source)))
+    parameters = [f"const {TYPES[dtype]}* {name}" for name, dtype in inputs]
+    parameters += [f"{TYPES[dtype]}* {name}" for name, dtype in outputs]
+    parameters += [f"int {name}_shape_{axis}" for name, axis in shapes]
+    fixed = "".join(
+        f"  using {name} = {TYPES[value]};\n"
+        if isinstance(value, mx.Dtype)
+        else f"  constexpr int {name} = {int(value)};\n"
+        for name, value in constants
+    )
+    body = re.sub(r"\b(\w+)_shape\[(\d)\]", r"\1_shape_\2", source)
+    stem = file.rsplit("/", 1)[-1].removesuffix(".cuh")
+    signature = (
+        f"__launch_bounds__({shape.threads}, {shape.blocks})\n"
+        f"NAME({', '.join(parameters)}) {{\n{fixed}  {body}\n}}\n"
+    )
+    # The size of shared memory is part of the name: MLX raises its limit once for each name.
+    key = hashlib.sha256(f"{file} {shape.shared} {signature}".encode()).hexdigest()[:16]
+    name = f"qrun_{stem}_{key}"
+    text = f'#include "{file}"\n\nextern "C" __global__ void {signature.replace("NAME", name, 1)}'
+    types = [f"{n}={TYPES[v] if isinstance(v, mx.Dtype) else v}" for n, v in constants]
+    return Kernel(" ".join([stem, *types]), name, text, shape), [(n, int(a)) for n, a in shapes]
+
+
+def after(arrays: list[mx.array], first: mx.array) -> list[mx.array]:
+    """The same arrays, written in place by the launch that made `first`."""
+    if _runner is not by_mlx:  # launches run in the order of the calls
+        return arrays
+    return mx.depends(arrays, [first])
 
 
 def pointer(name: str, array: mx.array | None, kind: str) -> str:

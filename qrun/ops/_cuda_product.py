@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from qrun.ops import _cuda_driver as driver
 from qrun.ops._cuda_launch import (
     Constant,
     Shape,
@@ -23,6 +25,12 @@ from qrun.ops.matrix import QuantizedMatrix
 ACTIVATIONS = {None: 0, "swiglu": 1, "geglu": 2}  # enum Activation of common/epilogue.cuh
 SMS = 132  # of an H100 or H200; elsewhere the grid only fits less well
 SHARED = 227 * 1024  # bytes of shared memory that the blocks of an SM share (sm_90)
+
+
+@cache
+def generation() -> int:
+    """The first number of the compute capability; 9 (Hopper) alone has wgmma."""
+    return driver.compute_capability()[0]
 
 
 def _epilogue(
@@ -195,34 +203,39 @@ class MmaTile(NamedTuple):
 
 
 class WgmmaTile(NamedTuple):
-    """Rows of x of a block of qmm_wgmma.cuh; its warpgroups over n, k, each with 64 rows of w."""
+    """Of qmm_wgmma.cuh: rows of x of a block; its warpgroups, each with 64 rows of w; runs
+    under way; blocks that an SM shall hold.
+    """
 
     bm: int
     wn: int
-    wk: int
+    stages: int
+    blocks: int
 
     @property
     def bn(self) -> int:
         return 64 * self.wn
 
-    def stages(self, group: int) -> tuple[int, int]:
-        """How many fit (four at most), and the bytes of shared memory."""
-        units = 64 // min(group, 64)
-        stage = self.wk * (self.bm * 128 + self.bn * 32 + units * self.bm * 4)
-        stage = ceil_div(stage, 1024) * 1024
-        count = min(4, (SHARED - 1024) // stage)
-        # The sums at the end take the stages' place; the place begins at a multiple of 1024.
-        return count, max(count * stage, self.wk * self.bm * (self.bn + 4) * 4) + 1024
+    @property
+    def shared(self) -> int:
+        """The sums at the end take the stages' place; the place begins at a multiple of 1024."""
+        stages = self.stages * self.bm * 256
+        return max(stages + 16 * self.stages, self.bm * (self.bn + 4) * 4) + 1024
 
 
-# Off: MLX's JIT compiles for sm_90, and wgmma needs sm_90a.
-WGMMA = False
+def qmm_tile(rows: int, n: int, group: int, alike: bool = True) -> MmaTile | WgmmaTile:
+    """alike: scales are of x's type.
 
-
-def qmm_tile(rows: int, n: int, group: int) -> MmaTile | WgmmaTile:
-    if not WGMMA or rows <= 32:
+    The tallest of the tiles that gives most SMs a block (kernels/qmm/README.md has their times).
+    Few rows are better off with mma.sync, whose warps can split K, unless w is long.
+    """
+    tall = ceil_div(n, 128)
+    if generation() != 9 or not alike or (rows <= 64 and tall < 96):
         return mma_tile(rows, n, group)
-    return WgmmaTile(64 if rows <= 64 else 128, 2, 1)
+    for tile in (WgmmaTile(256, 2, 3, 1), WgmmaTile(128, 2, 3, 2)):
+        if rows > tile.bm // 2 and tall * ceil_div(rows, tile.bm) >= 96:
+            return tile
+    return WgmmaTile(64, 2, 6, 2)
 
 
 def mma_tile(rows: int, n: int, group: int) -> MmaTile:
@@ -251,10 +264,11 @@ def qmm(
 ) -> mx.array:
     if not _tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
-    tile = qmm_tile(x.shape[0], m.n, m.spec.group_size)
-    prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
+    tile = qmm_tile(x.shape[0], m.n, m.spec.group_size, x.dtype == m.scale_dtype)
     if isinstance(tile, WgmmaTile):
-        return _qmm_wgmma(prepared, sums, m, tile, bias, residual, activation, scale)
+        arranged = _arrange(x, norm, tile.bm)
+        return _qmm_wgmma(arranged, x, m, tile, bias, residual, activation, scale)
+    prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
     return _qmm_mma(prepared, sums, m, tile, bias, residual, activation, scale)
 
 
@@ -273,6 +287,23 @@ def _prepare(x: mx.array, norm: Norm | None, group: int, bm: int) -> list[mx.arr
         (rows, 1, 1),
         Shape(min(512, ceil_div(pk, 256) * 32)),
     )
+
+
+def _arrange(x: mx.array, norm: Norm | None, bm: int) -> mx.array:
+    """x normed and arranged for wgmma, (runs of 128 k, 2, M up to bms, 64)."""
+    rows, k = x.shape
+    weight, eps = norm or (None, 0.0)
+    runs, pm = ceil_div(k, 128), ceil_div(rows, bm) * bm
+    return launch(
+        "qmm/qmm_arrange.cuh",
+        f"qrun::qmm_arrange(x, {pointer('norm', weight, 'G')}, {literal(eps)}, out, x_shape[1], "
+        f"(x_shape[0] + {bm - 1}) / {bm} * {bm});",
+        {"x": x, "norm": weight},
+        {"out": ((runs, 2, pm, 64), x.dtype)},
+        {"G": mx.float32 if weight is None else weight.dtype},
+        (rows, 1, 1),
+        Shape(min(512, ceil_div(runs * 16, 32) * 32)),
+    )[0]
 
 
 def _qmm_mma(
@@ -303,8 +334,8 @@ def _qmm_mma(
 
 
 def _qmm_wgmma(
-    x: mx.array,
-    sums: mx.array,
+    arranged: mx.array,
+    x: mx.array,  # for its number of rows
     m: QuantizedMatrix,
     tile: WgmmaTile,
     bias: mx.array | None,
@@ -314,16 +345,15 @@ def _qmm_wgmma(
 ) -> mx.array:
     rows, columns = x.shape[0], m.n if activation is None else m.n // 2
     epilogue, constants = _epilogue(bias, residual, activation, scale)
-    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": m.spec.group_size}
-    stages, shared = tile.stages(m.spec.group_size)
-    constants |= {"BM": tile.bm, "WN": tile.wn, "WK": tile.wk, "STAGES": stages}
+    constants |= {"T": x.dtype, "GROUP": m.spec.group_size}
+    constants |= {"BM": tile.bm, "WN": tile.wn, "STAGES": tile.stages}
     return launch(
         "qmm/qmm_wgmma.cuh",
-        "qrun::QmmWgmma<T, S, GROUP, BM, WN, WK, STAGES>{x, sums, w, scales, biases, x_shape[0], "
-        f"w_shape[0], w_shape[1] * 8, x_shape[1], sums_shape[1]}}.run({epilogue});",
-        {"x": x, "sums": sums, **matrix(m), "bias": bias, "residual": residual},
+        f"qrun::QmmWgmma<T, GROUP, BM, WN, STAGES>{{arranged, w, scales, biases, x_shape[0], "
+        f"w_shape[0], w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
+        {"x": x, "arranged": arranged, **matrix(m), "bias": bias, "residual": residual},
         {"y": ((rows, columns), x.dtype)},
         constants,
         (ceil_div(rows, tile.bm), ceil_div(m.n, tile.bn), 1),
-        Shape(128 * tile.wn * tile.wk, 1, shared),
+        Shape(128 * tile.wn, tile.blocks, tile.shared),
     )[0]

@@ -7,6 +7,7 @@ import mlx.core as mx
 from qrun.ops._cuda_launch import (
     Constant,
     Shape,
+    after,
     ceil_div,
     launch,
     literal,
@@ -46,16 +47,26 @@ def swiglu(gate_up: mx.array) -> mx.array:
     )[0]
 
 
-def argmax(logits: mx.array) -> mx.array:
-    rows, v = logits.shape
+def argmax(logits: mx.array, limit: int) -> mx.array:
+    rows, threads = logits.shape[0], 256
+    parts = min(128, ceil_div(limit, 4 * threads))
+    values, indices = launch(
+        "argmax/argmax.cuh",
+        f"qrun::argmax_part(logits, values, indices, logits_shape[1], {limit});",
+        {"logits": logits},
+        {"values": ((rows, parts), mx.float32), "indices": ((rows, parts), mx.int32)},
+        {},
+        (parts, rows, 1),
+        Shape(threads),
+    )
     return launch(
         "argmax/argmax.cuh",
-        "qrun::argmax(logits, out, logits_shape[1]);",
-        {"logits": logits},
+        f"qrun::argmax_merge(values, indices, out, values_shape[1], {limit});",
+        {"values": values, "indices": indices},
         {"out": ((rows,), mx.int32)},
         {},
         (rows, 1, 1),
-        Shape(min(1024, ceil_div(v, 32) * 32)),
+        Shape(min(128, ceil_div(parts, 32) * 32)),
     )[0]
 
 
@@ -111,7 +122,7 @@ def rope(
         (ceil_div(heads + 2 * kv_heads, 4), batch * length, 1),
         Shape(128),
     )[0]
-    k_cache, v_cache = mx.depends([k_cache, v_cache], [q])
+    k_cache, v_cache = after([k_cache, v_cache], q)
     return q, k_cache, v_cache
 
 

@@ -17,7 +17,6 @@ import mlx.core as mx
 
 if TYPE_CHECKING:
     from qrun.ops.matrix import QuantizedMatrix
-    from qrun.quantization import Quantization
 
 Norm = tuple[
     mx.array, float
@@ -35,22 +34,42 @@ class Backend(Protocol):
     NAME: str
     # Products of more rows than this are qmm's.
     QMV_ROWS: int
+    # Rows of a prompt fed at a time: enough to be bound by arithmetic, few enough to stay small.
+    PREFILL_ROWS: int
+    # Whether gather_qmm is a kernel of its own, or a slower right way.
+    GATHERS: bool
 
-    # A step whose arrays always have the same shapes, traced once and replayed.
+    # A step whose arrays always have the same shapes, traced once and replayed. What it returns is
+    # under way; a result may be no more than something with `item()` that the next step takes.
     traced: Callable[[Step], Step]
-    # Whether matrices of a format run on kernels of its own, or a slower right way.
-    has_kernel: Callable[[Quantization], bool]
-    pack: Callable[[QuantizedMatrix], mx.array | None]
+    # The same for a step that runs a single time.
+    once: Callable[[Step], Step]
+    # In the kernels' own layout, as so many matrices below each other; None if there is none.
+    pack: Callable[[QuantizedMatrix, int], mx.array | None]
     qmv: Callable[..., mx.array]
     qmm: Callable[..., mx.array]
     gemm: Callable[..., mx.array]
+    gather_qmm: Callable[..., mx.array]
+    route: Callable[[mx.array, int, bool], tuple[mx.array, mx.array, mx.array, mx.array]]
+    combine: Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
     sdpa: Callable[..., mx.array]
     rope: Callable[..., tuple[mx.array, mx.array, mx.array]]
     rms_norm: Callable[[mx.array, mx.array, float], mx.array]
     embedding: Callable[..., mx.array]
     swiglu: Callable[[mx.array], mx.array]
-    argmax: Callable[[mx.array], mx.array]
+    argmax: Callable[[mx.array, int], mx.array]
     sample: Callable[..., mx.array]
+
+
+def enqueued(step: Step) -> Step:
+    """The step, with all that it returns under way."""
+
+    def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        outputs, state = step(inputs, state)
+        mx.async_eval(outputs, state)
+        return outputs, state
+
+    return run
 
 
 def backend() -> Backend:
@@ -63,6 +82,18 @@ def _backend(on_cpu: bool) -> Backend:
     if on_cpu:
         return _load("_cpu" if native_problem() is None else "_mlx")
     return _load("_metal_backend" if mx.metal.is_available() else "_cuda")
+
+
+def tune(
+    step: Callable[[int], object], *, again: bool, show: Callable[[str], None]
+) -> list[str] | None:
+    """Have the backend time its kernels for the products that step(rows) asks for -> notes.
+
+    None where there is nothing to choose from. What is known from another day is not timed again,
+    unless `again`. show: a line of progress, "" when done.
+    """
+    run = getattr(backend(), "tune", None)
+    return None if run is None else run(step, again=again, show=show)
 
 
 def _load(name: str) -> Backend:

@@ -52,7 +52,10 @@ Run = Callable[[Call], Sequence[mx.array]]
 
 @cache
 def header(file: str) -> str:
-    """A kernel's text, e.g. "qmm/qmm.metal", complete; #line keeps messages at the real places."""
+    """A kernel's text, e.g. "qmm/qmm.metal", complete; #line keeps messages at the real places.
+
+    Without comments and indentation: MLX hashes the whole text whenever it launches a kernel.
+    """
     included: set[Path] = set()
 
     def text(path: Path) -> str:
@@ -66,7 +69,7 @@ def header(file: str) -> str:
             if match:
                 lines += [text((path.parent / match[1]).resolve()), f'#line {number + 1} "{name}"']
             else:
-                lines.append(line)
+                lines.append(line.split("//")[0].strip())
         return "\n".join(lines)
 
     return text((KERNELS / file).resolve()) + "\n"

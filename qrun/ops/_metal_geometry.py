@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+THREADGROUP_BYTES = 32768  # of memory, all that a threadgroup can have
+
 
 class Tile(NamedTuple):
     """A rung of the register-blocking ladder, for qmm and gemm."""
@@ -172,7 +174,7 @@ def prefill(head_dim: int, x_bytes: int) -> Attention:
     row = head_dim * x_bytes
     bk = 32 if row <= 128 else 16 if row <= 256 else 8
     simdgroups = 4
-    while (8 * simdgroups + bk) * (row + 16) > 32768:
+    while (8 * simdgroups + bk) * (row + 16) > THREADGROUP_BYTES:
         simdgroups //= 2
         if not simdgroups:
             raise ValueError(f"head_dim {head_dim}: its tiles do not fit 32 KiB")

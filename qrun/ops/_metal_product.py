@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
 from qrun.ops import _metal_geometry as geometry
 from qrun.ops._metal_call import Call, Value, call, ceil_div, literal
 
-ACTIVATIONS = {None: 0, "swiglu": 1, "geglu": 2}  # the enum of common/epilogue.metal
+
+class Curve(NamedTuple):
+    """One of the enum of common/epilogue.metal."""
+
+    number: int
+    pairs: bool  # makes one column of two, a gate and its up
+
+
+ACTIVATIONS = {
+    None: Curve(0, False),
+    "swiglu": Curve(1, True),
+    "geglu": Curve(2, True),
+}
 
 
 class Packed(Protocol):
@@ -48,7 +60,7 @@ class Behind:
         return {name: array for name, array in both.items() if array is not None}
 
     def columns(self, n: int) -> int:
-        return n if self.activation is None else n // 2
+        return n // 2 if ACTIVATIONS[self.activation].pairs else n
 
     def text(self, n: str) -> str:
         """The epilogue, for sums of n columns."""
@@ -62,7 +74,7 @@ class Behind:
     def template(self, dtype: mx.Dtype) -> dict[str, Value]:
         return {
             "B": dtype if self.bias is None else self.bias.dtype,
-            "ACTIVATION": ACTIVATIONS[self.activation],
+            "ACTIVATION": ACTIVATIONS[self.activation].number,
             "BIAS": self.bias is not None,
             "RESIDUAL": self.residual is not None,
         }
@@ -179,18 +191,18 @@ def gemm_call(
     tile: geometry.Tile | None = None,
     by_rows: bool = True,
 ) -> Call:
-    """x (M, K), w (N, K) of x's dtype; by_rows False: w (K, N). At least 8 elements each."""
+    """x (M, K), w (N, K) of any float type; by_rows False: w (K, N). At least 8 elements each."""
     (count, k), n = x.shape, w.shape[0 if by_rows else 1]
     tile = tile or geometry.tile(geometry.here(), count, x.dtype.size)
-    vec = access(x.dtype, k) if by_rows else min(access(x.dtype, k), access(x.dtype, n))
     source = f"""
 const int N = w_shape[{0 if by_rows else 1}];
-using Kernel = Gemm<T, BM, BN, BK, WM, WN, STAGES, VEC, BY_ROWS>;
+using Kernel = Gemm<T, V, BM, BN, BK, WM, WN, STAGES, VEC, VEC_W, BY_ROWS>;
 threadgroup uint4 tiles[Kernel::TILES];
 Kernel::run(x, w, {behind.text("N")}, x_shape[0], N, x_shape[1], tiles,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
-    template: dict[str, Value] = {"T": x.dtype, "VEC": vec, "BY_ROWS": by_rows}
+    template: dict[str, Value] = {"T": x.dtype, "V": w.dtype, "BY_ROWS": by_rows}
+    template |= {"VEC": access(x.dtype, k), "VEC_W": access(w.dtype, w.shape[1])}
     template |= dict(zip(("BM", "BN", "BK", "WM", "WN", "STAGES"), tile, strict=True))
     return call(
         "gemm",

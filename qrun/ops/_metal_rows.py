@@ -215,7 +215,7 @@ def gated_call(gate_up: mx.array, activation: str) -> Call:
         "gated<ACTIVATION>(gate_up, y, thread_position_in_grid.x);",
         {"gate_up": gate_up},
         {"y": ((count, n), gate_up.dtype)},
-        {"ACTIVATION": ACTIVATIONS[activation]},
+        {"ACTIVATION": ACTIVATIONS[activation].number},
         (count * n, 1, 1),
         threads,
     )

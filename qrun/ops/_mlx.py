@@ -10,26 +10,24 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun.ops._launch import Norm, Step
+from qrun.ops._launch import Norm, Step, enqueued
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
-from qrun.quantization import Quantization
 
 NAME = "mlx"
 QMV_ROWS = 8
+PREFILL_ROWS = 512
+GATHERS = False
 
 sample = on_device
+once = enqueued
 
 
 def traced(step: Step) -> Step:
-    return step  # mx.compile would need a C++ compiler at run time on a CPU
+    return enqueued(step)  # mx.compile would need a C++ compiler at run time on a CPU
 
 
-def has_kernel(spec: Quantization) -> bool:
-    return True
-
-
-def pack(m: QuantizedMatrix) -> mx.array | None:
+def pack(m: QuantizedMatrix, count: int) -> mx.array | None:
     return None
 
 
@@ -70,6 +68,58 @@ def gemm(
     else:
         y = (x @ w.T).astype(mx.float32)
     return epilogue(y if scale == 1.0 else y * scale, bias, residual, activation).astype(x.dtype)
+
+
+def gather_qmm(
+    x: mx.array,
+    m: QuantizedMatrix,
+    row: mx.array | None,
+    expert: mx.array,
+    *,
+    count: int,
+    activation: str | None,
+    grouped: bool,
+) -> mx.array:
+    def each(a: mx.array) -> mx.array:
+        """(E*N, ...) -> (E, N, ...)."""
+        return a.reshape(count, -1, a.shape[1])
+
+    w, scales, biases = _arrays(m)
+    y = mx.gather_qmm(
+        x.astype(mx.float32)[:, None],
+        each(w),
+        each(scales),
+        None if biases is None else each(biases),
+        lhs_indices=mx.arange(x.shape[0]) if row is None else row,
+        rhs_indices=expert,
+        transpose=True,
+        sorted_indices=grouped,
+        **_spec(m),
+    )
+    return epilogue(y[:, 0], None, None, activation).astype(x.dtype)
+
+
+def route(
+    logits: mx.array, top: int, renormalize: bool
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    rows, logits = logits.shape[0], logits.astype(mx.float32)
+    ranks = mx.where(mx.isnan(logits), float("inf"), logits)
+    chosen = mx.argpartition(ranks, kth=-top, axis=-1)[:, -top:]
+    if renormalize:
+        share = mx.softmax(mx.take_along_axis(logits, chosen, axis=-1), axis=-1)
+    else:
+        share = mx.take_along_axis(mx.softmax(logits, axis=-1), chosen, axis=-1)
+    expert = chosen.reshape(-1).astype(mx.int32)
+    if rows == 1:
+        return expert, mx.zeros((top,), mx.int32), mx.arange(top, dtype=mx.int32)[None], share
+    order = mx.argsort(expert)
+    place = mx.argsort(order).astype(mx.int32).reshape(rows, top)
+    return expert[order], (order // top).astype(mx.int32), place, share
+
+
+def combine(x: mx.array, place: mx.array, share: mx.array, residual: mx.array) -> mx.array:
+    y = share[:, None] @ x.astype(mx.float32)[place]  # (M, 1, N)
+    return (y[:, 0] + residual.astype(mx.float32)).astype(x.dtype)
 
 
 def _product(h: mx.array, m: QuantizedMatrix) -> mx.array:
@@ -118,7 +168,8 @@ def swiglu(gate_up: mx.array) -> mx.array:
     return epilogue(gate_up.astype(mx.float32), None, None, "swiglu").astype(gate_up.dtype)
 
 
-def argmax(logits: mx.array) -> mx.array:
+def argmax(logits: mx.array, limit: int) -> mx.array:
+    logits = logits[:, :limit]
     # A sum is finite only if every term is: one pass, and no wait for the device.
     finite = mx.isfinite(mx.sum(logits.astype(mx.float32), axis=-1))
     return mx.where(finite, mx.argmax(logits, axis=-1).astype(mx.int32), -1)

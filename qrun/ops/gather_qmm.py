@@ -4,7 +4,7 @@
 
 The E matrices N x K are one matrix of E*N rows, expert 0's first. Decode has a few r, so a matrix
 is read for one row of x; in prefill r comes grouped by expert and each matrix is read once. Summed
-in float32, rounded once. A backend without a kernel of its own takes MLX's op, in float32.
+in float32, rounded once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from qrun.ops import _launch, _mlx
+from qrun.ops import _launch
 from qrun.ops._shapes import check_dtype, check_shape
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.qmv import Activation, gated_ref
@@ -24,7 +24,7 @@ from qrun.ops.qmv import Activation, gated_ref
 def gather_qmm(
     x: mx.array,
     m: QuantizedMatrix,
-    row: mx.array,
+    row: mx.array | None,
     expert: mx.array,
     *,
     count: int,
@@ -33,60 +33,24 @@ def gather_qmm(
 ) -> mx.array:
     """x (M, K), m (E*N) x K, row (R,) int32 in 0..M-1, expert (R,) int32 in 0..E-1 -> (R, N).
 
-    count: E. With an activation (R, N/2), gate and up rows interleaved as in qmv. grouped promises
-    that `expert` ascends. Indices are data: out of range they are not noticed.
+    row None: pair r takes row r of x. count: E. With an activation (R, N/2), gate and up rows
+    interleaved as in qmv. grouped promises that `expert` ascends. Indices are data: out of range
+    they are noticed at evaluation or not at all.
     """
     check_dtype("gather_qmm", "x", x)
-    check_shape("gather_qmm", "x", x, "M K", K=m.k)
-    rows = check_shape("gather_qmm", "row", row, "R")["R"]
+    rows = check_shape("gather_qmm", "x", x, "M K", K=m.k)["M"]
+    if row is not None:
+        rows = check_shape("gather_qmm", "row", row, "R")["R"]
+        check_dtype("gather_qmm", "row", row, mx.int32)
     check_shape("gather_qmm", "expert", expert, "R", R=rows)
-    for name, indices in (("row", row), ("expert", expert)):
-        check_dtype("gather_qmm", name, indices, mx.int32)
+    check_dtype("gather_qmm", "expert", expert, mx.int32)
     if m.n % count:
         raise ValueError(f"gather_qmm: axis E*N of w is {m.n}, no multiple of {count} experts")
     if activation is not None and m.n // count % 2:
         raise ValueError(f"gather_qmm: axis N of w is {m.n // count}, must be even")
-    run = getattr(_launch.backend(), "gather_qmm", _fallback)
-    return run(x, m, row, expert, count=count, activation=activation, grouped=grouped)
-
-
-def has_kernel() -> bool:
-    """Whether the current backend has a kernel: only then may the experts be packed for it."""
-    return hasattr(_launch.backend(), "gather_qmm")
-
-
-def _fallback(
-    x: mx.array,
-    m: QuantizedMatrix,
-    row: mx.array,
-    expert: mx.array,
-    *,
-    count: int,
-    activation: str | None,
-    grouped: bool,
-) -> mx.array:
-    if m.w is None or m.scales is None:
-        raise ValueError("gather_qmm: this matrix was packed for another backend")
-
-    def each(a: mx.array) -> mx.array:
-        """(E*N, ...) -> (E, N, ...)."""
-        return a.reshape(count, -1, a.shape[1])
-
-    affine = m.biases is not None
-    y = mx.gather_qmm(
-        x.astype(mx.float32)[:, None],
-        each(m.w),
-        each(m.scales.astype(mx.float32) if affine else m.scales),
-        each(m.biases.astype(mx.float32)) if m.biases is not None else None,
-        lhs_indices=row,
-        rhs_indices=expert,
-        transpose=True,
-        bits=m.spec.bits,
-        group_size=m.spec.group_size,
-        mode=m.spec.mode,
-        sorted_indices=grouped,
+    return _launch.backend().gather_qmm(
+        x, m, row, expert, count=count, activation=activation, grouped=grouped
     )
-    return _mlx.epilogue(y[:, 0], None, None, activation).astype(x.dtype)
 
 
 def gather_qmm_ref(

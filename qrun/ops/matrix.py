@@ -56,11 +56,6 @@ class QuantizedMatrix:
         return sum(a.nbytes for a in arrays if a is not None)
 
     @property
-    def has_kernel(self) -> bool:
-        """Whether the current backend has kernels for the format; otherwise MLX's product runs."""
-        return _launch.backend().has_kernel(self.spec)
-
-    @property
     def bits(self) -> int:
         """Bits a code."""
         return self.spec.bits
@@ -75,11 +70,14 @@ class QuantizedMatrix:
         """affine, mxfp4, nvfp4 or mxfp8."""
         return self.spec.mode
 
-    def pack(self) -> QuantizedMatrix:
-        """The same matrix in the layout of the current backend's kernels, if it has one."""
+    def pack(self, count: int = 1) -> QuantizedMatrix:
+        """The same matrix in the layout of the current backend's kernels, if it has one.
+
+        count: matrices below each other, of which an op picks some.
+        """
         if self.packed is not None:
             return self
-        packed = _launch.backend().pack(self)
+        packed = _launch.backend().pack(self, count)
         if packed is None:
             return self
         mx.eval(packed)

@@ -84,7 +84,7 @@ void product(int rows, int n, int k, int bits, int group, int count, bool unit) 
   std::vector<float> meta(padded * 2 * (k / group));
   d.digits = digits.data();
   d.meta = meta.data();
-  const Prologue p{x.data(), Type::f32, nullptr, Type::f32, 0};
+  const Prologue p{x.data(), Type::f32, nullptr, Type::f32, 0, nullptr};
   Epilogue e{};
   e.y = y.data();
   e.scale = 1;

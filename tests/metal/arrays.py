@@ -58,6 +58,15 @@ def dtype_name(dtype: Any) -> str:
     return "bool" if np.dtype(dtype) == np.bool_ else np.dtype(dtype).name
 
 
+def kind_of(x: Any) -> tuple[str, tuple[int, ...]]:
+    """(dtype name, shape) of an array of any kind; nothing is evaluated."""
+    if isinstance(x, Bfloat16):
+        return "bfloat16", x.shape
+    if not is_mlx(x):
+        x = np.asarray(x)
+    return dtype_name(x.dtype), tuple(x.shape)
+
+
 def bits_of(x: Any) -> tuple[np.ndarray, str]:
     """An array of any kind -> (numpy array of the same bits, dtype name)."""
     if isinstance(x, Bfloat16):

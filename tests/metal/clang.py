@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -50,11 +51,19 @@ X86_FLAGS = [
 ]
 
 
+def unsupported() -> str | None:
+    """Why kernels cannot run here, if so: fibers switch by a few instructions of this processor."""
+    if sys.platform == "linux" and platform.machine() == "x86_64":
+        return None
+    return f"the emulator runs on x86-64 Linux, not on {platform.machine()} {sys.platform}"
+
+
 class CompileError(Exception):
     """Clang, or the lint, refused a kernel; the text has the reasons with their lines."""
 
 
-def _version(command: list[str]) -> int:
+def version(command: list[str]) -> int:
+    """The major number of a clang; 0 if the command is none."""
     try:
         run = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
     except OSError:
@@ -73,10 +82,10 @@ def find_clang() -> list[str]:
         return chosen.split()
     names = [f"clang-{v}" for v in range(NEEDED, NEEDED + 8)] + ["clang"]
     for name in names:
-        if (path := shutil.which(name)) and _version([path]) >= NEEDED:
+        if (path := shutil.which(name)) and version([path]) >= NEEDED:
             return [path]
-    if importlib.util.find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "clang"]
+    if found := importlib.util.find_spec("ziglang"):  # its program itself starts in no time
+        return [str(Path(str(found.origin)).with_name("zig")), "clang"]
     raise CompileError(
         f"no clang {NEEDED} or newer: `apt-get install --no-install-recommends clang-19`, "
         "or `pip install ziglang`, or name one in $QRUN_CLANG"
@@ -116,7 +125,7 @@ def _host(what: str) -> list[str]:
     `zig clang` is bare; `zig cc` and `zig c++` bring a C library of their own.
     """
     clang = find_clang()
-    return [*clang[:-1], what] if "ziglang" in clang else clang
+    return [*clang[:-1], what] if len(clang) > 1 else clang
 
 
 @functools.cache

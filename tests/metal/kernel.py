@@ -106,9 +106,10 @@ class metal_kernel:  # it stands in for mx.fast.metal_kernel
         self._check_call(inputs, output_shapes, output_dtypes, grid, threadgroup)
         bits = [arrays.bits_of(x) for x in inputs]
         dtypes = [arrays.dtype_name(d) for d in output_dtypes]
-        params, parts = self._text(bits, dtypes, template)
+        kinds = [arrays.kind_of(x) for x in inputs]
+        params, parts = self._text(kinds, dtypes, template)
         if verbose:
-            print(f"{parts[0]}{parts[1]}{parts[2]}\n}}")
+            print("".join(parts[:3]) + "\n}\n")
         if settings.lint if self.lint is None else self.lint:
             lint_source(self.header, self.source)
         compiled = compile_parts(parts, tuple(self.function_constants.items()), settings.literal)
@@ -138,26 +139,39 @@ class metal_kernel:  # it stands in for mx.fast.metal_kernel
         **_: Any,
     ) -> Registers:
         """For the same arguments as a call: registers on another GPU, to rank designs by."""
-        bits = [arrays.bits_of(x) for x in inputs]
+        kinds = [arrays.kind_of(x) for x in inputs]
         dtypes = [arrays.dtype_name(d) for d in output_dtypes]
         threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
-        parts = self._text(bits, dtypes, template or [], threads)[1]
+        parts = self._text(kinds, dtypes, template or [], threads)[1]
         return measure(whole_text(parts, tuple(self.function_constants.items()))[0])
+
+    def text(
+        self,
+        *,
+        inputs: list[Any],
+        output_dtypes: list[Any],
+        template: list[tuple[str, Any]] | None = None,
+        **_: Any,
+    ) -> str:
+        """For the same arguments as a call: header, signature, body, as MLX puts them together."""
+        dtypes = [arrays.dtype_name(d) for d in output_dtypes]
+        parts = self._text([arrays.kind_of(x) for x in inputs], dtypes, template or [])[1]
+        return "".join(parts[:3]) + "\n}\n"
 
     def _text(
         self,
-        bits: list[tuple[np.ndarray, str]],
+        kinds: list[tuple[str, tuple[int, ...]]],
         dtypes: list[str],
         template: list[tuple[str, Any]],
         amd_threads: int = 0,
     ) -> tuple[list[sig.Parameter], tuple[str, str, str, str]]:
         params = sig.parameters(
             self.source,
-            [(n, d, b.shape) for n, (b, d) in zip(self.input_names, bits, strict=True)],
+            [(n, *kind) for n, kind in zip(self.input_names, kinds, strict=True)],
             list(zip(self.output_names, dtypes, strict=True)),
             self.atomic_outputs,
         )
-        function = sig.function_name(self.name, template)
+        function = sig.function_name(self.name, template, kinds, dtypes)
         signature = sig.signature(function, self.source, params, template)
         entry = sig.entry(function, self.source, params, template, amd_threads)
         return params, (self.header, signature, self.source, entry)

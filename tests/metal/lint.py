@@ -60,6 +60,8 @@ _WORDS = {
     "_BitInt": "such word",
     "_ExtInt": "such word",
     "__int128": "128-bit integers",
+    "vertex": "such name: it marks a shader",
+    "fragment": "such name: it marks a shader",
 }
 
 

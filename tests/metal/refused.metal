@@ -276,3 +276,10 @@ out[0] = thread_position_in_the_grid.x;
 
 //// body: x_shape of a scalar
 out[s_shape[0]] = x[0];
+
+//// body: a variable named as a shader's kind
+float fragment = x[0];
+out[0] = fragment;
+
+//// a parameter named as a shader's kind
+float f(float vertex) { return vertex; }

@@ -5,6 +5,9 @@ accumulators do not fit on AMD's gfx11 will hardly fit there: both have 32 lanes
 a few hundred 32-bit registers a lane, and LLVM in front. So the same text is compiled by clang for
 gfx1100, where collectives become single instructions with the same operands, and the counts are
 read from the assembly. Compare designs by it; do not read it as a forecast.
+
+Versions of clang differ by a few registers (19 and 22: by one or two in products, by up to an
+eighth in attention). Numbers that stand anywhere are clang 19's; `slack` is what to allow another.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 
-from tests.metal.clang import METAL_FLAGS, CompileError, find_clang
+from tests.metal.clang import METAL_FLAGS, NEEDED, CompileError, find_clang, version
 
 FLAGS = ["--target=amdgcn-amd-amdhsa", "-mcpu=gfx1100", "-nogpulib", "-O2", "-DEM_REGISTERS"]
 FLAGS += ["-mllvm", "-unroll-threshold=20000"]  # grids of fragments must leave memory
@@ -30,6 +33,12 @@ class Registers:
     spilled: int  # of those, kept in memory
     scalar: int  # shared by the simdgroup
     scratch: int  # bytes of memory a lane: spills and private arrays that stayed arrays
+
+
+@functools.cache
+def slack() -> float:
+    """By what factor this machine's clang may rank higher than the one that numbers come from."""
+    return 1.0 if version(find_clang()) == NEEDED else 1.125
 
 
 @functools.lru_cache(maxsize=256)

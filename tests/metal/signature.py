@@ -7,7 +7,7 @@ attributes exist only if the body mentions them; template arguments are types, i
 
 from __future__ import annotations
 
-import re
+import math
 from typing import Any
 
 from tests.metal.arrays import METAL_TYPES, dtype_name, is_mlx
@@ -37,14 +37,19 @@ ATTRIBUTES = {
 }
 SMALL = 8  # inputs with fewer elements are in constant space
 
-PRELUDE = """#include <metal_stdlib>
-using namespace metal;
-typedef half float16_t;
-typedef bfloat bfloat16_t;
+# What the rewriting of threadgroup arrays needs.
+OURS = """#include <metal_stdlib>
 namespace metal {
 template <typename T> struct em_array_of { using type = T; };
 template <typename T> using em_array = typename em_array_of<T>::type;
 }
+"""
+# What kernels may use of the text that MLX puts in front of them (kernels/utils.h and below).
+PRELUDE = (
+    OURS
+    + """using namespace metal;
+typedef half float16_t;
+typedef bfloat bfloat16_t;
 template <typename IdxT = int64_t>
 METAL_FUNC IdxT elem_to_loc(IdxT elem, constant const int* shape,
                             constant const int64_t* strides, int ndim) {
@@ -56,12 +61,13 @@ METAL_FUNC IdxT elem_to_loc(IdxT elem, constant const int* shape,
   return loc;
 }
 """
+)
 
 
 def template_text(value: Any) -> tuple[str, str]:
     """A template argument -> (kind of its parameter, its text)."""
     if isinstance(value, bool):
-        return "bool", str(value).lower()
+        return "bool", str(int(value))
     if isinstance(value, int):
         return "int", str(value)
     if is_mlx(value) or isinstance(value, (str, type)) or hasattr(value, "itemsize"):
@@ -88,10 +94,7 @@ def parameters(
 ) -> list[Parameter]:
     found: list[Parameter] = []
     for name, dtype, shape in inputs:
-        size = 1
-        for n in shape:
-            size *= n
-        space = "constant" if size < SMALL else "device"
+        space = "constant" if math.prod(shape) < SMALL else "device"
         kind = f"const {space} {METAL_TYPES[dtype]}"
         scalar = len(shape) == 0
         found.append(
@@ -113,9 +116,20 @@ def parameters(
     return found
 
 
-def function_name(name: str, template: list[tuple[str, Any]]) -> str:
-    values = [template_text(v)[1] for _, v in template]
-    return re.sub(r"\W", "_", "_".join(["custom_kernel_" + name, *values]))
+def function_name(
+    name: str,
+    template: list[tuple[str, Any]],
+    inputs: list[tuple[str, tuple[int, ...]]],  # dtype, shape
+    outputs: list[str],  # dtypes
+) -> str:
+    """Everything that the text depends on is in the name: MLX keeps one text per name."""
+    parts = ["custom_kernel_" + name]
+    if template:
+        parts.append("_" + "_".join(template_text(v)[1] for _, v in template))
+    for dtype, shape in inputs:
+        small = "s" if not shape else "c" if math.prod(shape) < SMALL else ""
+        parts.append(METAL_TYPES[dtype] + small)
+    return "_".join([*parts, *(METAL_TYPES[dtype] for dtype in outputs)])
 
 
 def attributes(body: str) -> list[str]:

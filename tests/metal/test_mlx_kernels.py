@@ -7,38 +7,22 @@ nothing found. (The lint is off: they keep other rules.)
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from tests.metal import metal_kernel, settings
-
-# `mlx` is a namespace package: the core module's file says where its headers are.
-INCLUDE = Path(mx.__file__).parent / "include"
-KERNELS = "mlx/backend/metal/kernels/"
-
-
-def inlined(*names: str) -> str:
-    """The files with their quoted includes in place; bf16_math and logging need more of Apple's."""
-    seen = {KERNELS + "bf16_math.h", KERNELS + "logging.h"}
-
-    def one(name: str) -> str:
-        if name in seen:
-            return ""
-        seen.add(name)
-        text = (INCLUDE / name).read_text().replace("#pragma once", "")
-        return re.sub(r'#include "([^"]+)"', lambda m: one(m.group(1)), text)
-
-    return "".join(one(KERNELS + n) for n in names)
+from tests.metal.mlx_text import INCLUDE, KERNELS, inlined
 
 
 @pytest.fixture(scope="module")
 def header() -> str:
     if not (INCLUDE / KERNELS / "quantized.h").exists():
         pytest.skip("this MLX ships no kernel sources")
-    text = inlined("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
+    # bf16_math and logging need more of Apple's compiler.
+    files = ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
+    text = inlined(*files, without=["bf16_math.h", "logging.h"])
     # Already in the prelude, as MLX's own is on a Mac.
     text = re.sub(r"typedef (half float16_t|bfloat bfloat16_t);", "", text)
     text = re.sub(

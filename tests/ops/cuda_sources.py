@@ -1,92 +1,46 @@
-"""Every CUDA kernel that the backend can ask for, as source: what MLX would compile, without MLX.
+"""Every CUDA kernel that the backend can ask for, as source.
 
-`record()` runs the backend's own functions with a stand-in for `mx.fast.cuda_kernel`.
+`record()` runs the backend's own functions with a runner that only takes notes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
-from qrun.ops import _cuda, _cuda_launch
+from qrun.ops import _cuda, _cuda_product
+from qrun.ops._cuda_launch import Kernel, Output, run_by
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import MODES, Quantization
 
-TYPES = {
-    mx.float32: "float",
-    mx.float16: "__half",
-    mx.bfloat16: "__nv_bfloat16",
-    mx.uint32: "unsigned",
-    mx.int32: "int",
-    mx.uint8: "unsigned char",
-}
-# MLX gives shapes as arrays by value.
-PRELUDE = "struct Shape { int at[10]; __device__ int operator[](int i) const { return at[i]; } };\n"
 
+def record(generation: int) -> list[Kernel]:
+    """All instantiations that differ in registers or code; not every mix of scale types.
 
-class Recorder:
-    """Takes the place of `mx.fast.cuda_kernel`: keeps a translation unit for each distinct call."""
+    generation: the first number of the compute capability.
+    """
+    found: dict[str, Kernel] = {}
 
-    def __init__(self) -> None:
-        self.sources: dict[str, str] = {}  # a readable name -> source
+    def note(
+        kernel: Kernel,
+        inputs: list[mx.array],
+        numbers: list[int],
+        outputs: list[Output],
+        grid: tuple[int, int, int],
+    ) -> list[mx.array]:
+        found[kernel.name] = kernel
+        return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
-    def kernel(
-        self,
-        *,
-        name: str,
-        input_names: list[str],
-        output_names: list[str],
-        source: str,
-        **rest: Any,
-    ) -> Callable[..., list[mx.array]]:
-        header = str(rest["header"])
-
-        def call(
-            *,
-            inputs: list[mx.array],
-            output_shapes: list[tuple[int, ...]],
-            output_dtypes: list[mx.Dtype],
-            template: list[tuple[str, Any]],
-            **_: Any,
-        ) -> list[mx.array]:
-            arguments: list[str] = []
-            for n, array in zip(input_names, inputs, strict=True):
-                arguments.append(f"const {TYPES[array.dtype]}* {n}")
-                if f"{n}_shape" in source:
-                    arguments.append(f"const __grid_constant__ Shape {n}_shape")
-            for n, dtype in zip(output_names, output_dtypes, strict=True):
-                arguments.append(f"{TYPES[dtype]}* {n}")
-            constants = "".join(
-                f"using {n} = {TYPES[v]};\n"
-                if isinstance(v, mx.Dtype)
-                else f"constexpr int {n} = {v};\n"
-                for n, v in template
-            )
-            label = " ".join([name, *(f"{n}={TYPES.get(v, v)}" for n, v in template), *input_names])
-            self.sources[label] = (
-                f'{PRELUDE}{header}extern "C" __global__ void kernel({", ".join(arguments)}) {{\n'
-                f"{constants}{source}\n}}\n"
-            )
-            return [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
-
-        return call
-
-
-def record() -> dict[str, str]:
-    """All instantiations that differ in registers or code; not every mix of scale types."""
-    recorder = Recorder()
-    real = mx.fast.cuda_kernel
-    mx.fast.cuda_kernel = recorder.kernel  # type: ignore[assignment]
-    _cuda_launch._kernel.cache_clear()
+    real = _cuda_product.generation
+    _cuda_product.generation = lambda: generation
     try:
-        _products()
-        _rest()
+        with run_by(note):
+            _products()
+            _rest()
     finally:
-        mx.fast.cuda_kernel = real
-        _cuda_launch._kernel.cache_clear()
-    return recorder.sources
+        _cuda_product.generation = real
+    return list(found.values())
 
 
 def _matrix(spec: Quantization, dtype: mx.Dtype, n: int = 8, k: int = 4096) -> QuantizedMatrix:
@@ -123,6 +77,9 @@ def _products() -> None:
             for rows in (17, 64, 128):
                 x = mx.zeros((rows, m.k), dtype)
                 _cuda.qmm(x, m, **(none if dtype == f16 else all_behind(x)))
+            long = _matrix(m.spec, scales, 128 * 96, 128)
+            for rows in (40, 100, 200):  # one for each tile of qmm_wgmma.cuh
+                _cuda.qmm(mx.zeros((rows, 128), dtype), long, **none)
             _cuda.qmm(
                 mx.zeros((40, m.k), dtype), _matrix(m.spec, scales, 32 * 4 * 132, 128), **none
             )
@@ -142,6 +99,7 @@ def _rest() -> None:
         _cuda.rms_norm(mx.zeros((1, 64), dtype), mx.zeros(64, dtype), 1e-5)
         _cuda.rms_norm(mx.zeros((1, 63), dtype), mx.zeros(63, dtype), 1e-5)
         _cuda.swiglu(mx.zeros((1, 64), dtype))
+        _cuda.argmax(mx.zeros((1, 64), dtype), 64)
         for d in (20, 64, 80, 96, 128, 256):
             cache = mx.zeros((1, 2, 256, d), dtype)
             weight = mx.zeros(d, dtype)

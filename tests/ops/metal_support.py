@@ -1,6 +1,7 @@
-"""For the Metal tests: packed matrices, float64 references, and the emulator as `run`.
+"""For the Metal tests: packed matrices, float64 references, and what runs a kernel.
 
-The references unpack bits themselves, in numpy; nothing of qrun or MLX is asked for an answer.
+That is the emulator, and on a Mac the GPU itself, where nothing can be counted or shuffled. The
+references unpack bits themselves, in numpy; nothing of qrun or MLX is asked for an answer.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
-from qrun.ops._metal_call import Call
-from tests.metal import Outputs, metal_kernel, settings
+from qrun.ops._metal_call import Call, launch
+from tests.metal import Counters, Outputs, metal_kernel, settings
+from tests.metal.clang import unsupported
 from tests.metal.registers import Registers
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -43,13 +46,27 @@ def _arguments(call: Call) -> dict[str, Any]:
     }
 
 
-def run(call: Call) -> Outputs:
-    """Launches a call on the emulator; a finding raises."""
+class OnDevice(list[Any]):
+    """What a Mac's GPU gave."""
+
+    @property
+    def counters(self) -> Counters:
+        pytest.skip("counted on the emulator only")
+
+
+def run(call: Call) -> Outputs | OnDevice:
+    """Launches a call; on the emulator a finding raises."""
+    if mx.metal.is_available():
+        return OnDevice(launch(call))
+    if reason := unsupported():
+        pytest.skip(reason)
     return _kernel(call)(**_arguments(call))
 
 
 def registers(call: Call) -> Registers:
     """What another GPU's compiler needs for the kernel."""
+    if mx.metal.is_available():
+        pytest.skip("ranked beside the emulator only")
     return _kernel(call).registers(**_arguments(call))
 
 
@@ -169,6 +186,24 @@ def assert_bounded(y: mx.array, reference: np.ndarray, plain: mx.array) -> None:
     assert y.shape == reference.shape
     error = np.abs(numbers(y) - reference).max()
     allowed = 2 * np.abs(numbers(plain) - reference).max() + ulp(np.abs(reference).max(), y.dtype)
+    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+SAMPLE = 64  # rows of x whose errors in the plain op are the measure where a result has few numbers
+
+
+def assert_product_bounded(y: mx.array, x: mx.array, values: np.ndarray) -> None:
+    """The bound for y, the product of the first rows of x (SAMPLE, K) with values (N, K).
+
+    A product of two or three numbers may be exact by luck, so the plain op is judged by all rows.
+    """
+    reference = numbers(x) @ values.T
+    plain, rows = plain_product(x, values), y.shape[0]
+    assert y.dtype == plain.dtype
+    error = np.abs(numbers(y) - reference[:rows]).max()
+    allowed = 2 * np.abs(numbers(plain) - reference).max() + ulp(
+        np.abs(reference[:rows]).max(), y.dtype
+    )
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
 
 

@@ -46,6 +46,14 @@ def test_case_05_one_bad_logit_anywhere_gives_minus_one(
         assert np.array(got).tolist() == [-1, 0]
 
 
+@pytest.mark.parametrize("limit", [1, 16, 17, 351])
+def test_columns_behind_the_limit_do_not_count(backend: Any, limit: int) -> None:
+    rows = np.arange(2 * 352, dtype=np.float32).reshape(2, 352)
+    rows[1, limit] = np.nan
+    assert np.array(argmax(mx.array(rows), limit)).tolist() == [limit - 1] * 2
+    assert argmax_ref(rows, limit).tolist() == [limit - 1] * 2
+
+
 def test_the_largest_finite_value_is_finite(backend: Any) -> None:
     logits = mx.full((1, 64), 65504.0, mx.float16)
     assert argmax(logits).item() == 0

@@ -53,12 +53,12 @@ def test_argmax(isa: str) -> None:
     rng = np.random.default_rng(0)
     for n in (1, 15, 16, 17, 49152):
         x = random(rng, 3, n)
-        np.testing.assert_array_equal(np.array(ext.argmax(x)), np.array(x).argmax(-1))
-    assert ext.argmax(mx.array([1.0, 3, 3, 2])).item() == 1
-    assert ext.argmax(mx.array([-1.0] * 40)).item() == 0
+        np.testing.assert_array_equal(np.array(ext.argmax(x, x.shape[-1])), np.array(x).argmax(-1))
+    assert ext.argmax(mx.array([1.0, 3, 3, 2]), 4).item() == 1
+    assert ext.argmax(mx.array([-1.0] * 40), 40).item() == 0
     for bad in (np.nan, np.inf):
-        assert ext.argmax(mx.array([1.0] * 20 + [bad])).item() == -1
-        assert ext.argmax(mx.array([bad] + [1.0] * 20)).item() == -1
+        assert ext.argmax(mx.array([1.0] * 20 + [bad]), 21).item() == -1
+        assert ext.argmax(mx.array([bad] + [1.0] * 20), 21).item() == -1
 
 
 SDPA = [

@@ -13,6 +13,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from qrun.quantization import Quantization, dequantize_ref
+from tests import tiny
+
 from . import reference as ref
 
 ext = pytest.importorskip("qrun._ext", reason="built without the CPU extension")
@@ -250,18 +253,65 @@ def test_large_and_small_numbers(isa: str) -> None:
     assert not np.array(product(mx.zeros((3, 64)), matrix, packed)).any()
 
 
-def test_fp4(isa: str) -> None:
+MICROSCALING = [("mxfp4", 4, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)]
+
+
+@pytest.mark.parametrize(("mode", "bits", "group"), MICROSCALING)
+def test_microscaling_formats(isa: str, mode: str, bits: int, group: int) -> None:
+    """Every code and many scales, at each kind of kernel, and nothing read behind the arrays."""
     rng = np.random.default_rng(9)
-    w, scales = mx.quantize(random(rng, 37, 128), group_size=32, bits=4, mode="mxfp4")
-    dense = mx.dequantize(w, scales, group_size=32, bits=4, mode="mxfp4")
-    packed = ext.pack(w, scales, None, 4, 32, mode="mxfp4")
-    for rows in (1, 4, 17):
-        x = random(rng, rows, 128)
-        got = ext.qmv(x, packed, 37, 128, 4, 32, scale_dtype=mx.float32, mode="mxfp4")
-        want = ref.f64(x) @ ref.f64(dense).T
-        assert np.abs(ref.f64(got) - want).max() < 3e-6 * np.abs(want).max()
-    eye = ext.qmv(mx.eye(128), packed, 37, 128, 4, 32, scale_dtype=mx.float32, mode="mxfp4")
-    np.testing.assert_array_equal(np.array(eye).T, np.array(dense.astype(mx.float32)))
+    n, k = 37, 608
+    codes = rng.integers(0, 1 << bits, (n, k)).astype(np.uint8)
+    if mode == "mxfp8":
+        codes[codes & 127 == 127] = 0
+    lowest, highest = (1, 100) if mode == "nvfp4" else (100, 140)
+    scales = rng.integers(lowest, highest, (n, k // group)).astype(np.uint8)
+    w = tiny.pack_bits(codes, bits)
+    dense = dequantize_ref(w, scales, None, Quantization(bits, group, mode))
+    packed = ext.pack(
+        ext.guarded(mx.array(w)), ext.guarded(mx.array(scales)), None, bits, group, mode=mode
+    )
+    options = {"scale_dtype": mx.float32, "mode": mode}  # bytes have no such type: it is not used
+
+    def times(x: mx.array) -> np.ndarray:
+        got = ext.qmv(ext.guarded(x), ext.guarded(packed), n, k, bits, group, **options)
+        return ref.f64(got)
+
+    for rows in (1, 2, 3, 4, 5, 8, 9, 17, 33):
+        x = random(rng, rows, k)
+        size = (np.abs(ref.f64(x)) @ np.abs(dense).T).max()
+        assert np.abs(times(x) - ref.f64(x) @ dense.T).max() < 1e-6 * size
+    np.testing.assert_array_equal(times(mx.eye(k)).T, dense)
+    np.testing.assert_array_equal(times(mx.eye(k)[:3]).T, dense[:, :3])
+    ids = mx.arange(n)
+    rows = ext.embedding(ids, packed, n, k, bits, group, mx.float32, mx.float32, mode=mode)
+    np.testing.assert_array_equal(np.array(rows), dense)
+    x = random(rng, 33, k)
+    # A matrix unit, from 9 rows on, sums otherwise.
+    for fewer in (9, 17) if isa == "amx" and mode == "mxfp4" else (1, 4):
+        np.testing.assert_array_equal(times(x)[:fewer], times(x[:fewer]))
+
+
+@pytest.mark.parametrize(("mode", "bits", "group"), MICROSCALING)
+def test_scales_at_the_ends(mode: str, bits: int, group: int) -> None:
+    """The smallest and the largest scale, and NaN: of a scale, and of a code where there is one."""
+    bytes_ = [0, 1, 2, 126] if mode == "nvfp4" else [0, 1, 130, 240]
+    codes = np.tile(np.arange(group) % 8 + 1, (len(bytes_) + 2, 1)).astype(np.uint8)
+    nan = 127 if mode == "nvfp4" else 255
+    scales = np.array([[b] for b in (*bytes_, nan, 120)], np.uint8)
+    if mode == "mxfp8":
+        codes[-1, 3] = 0xFF
+    w = tiny.pack_bits(codes, bits)
+    packed = ext.pack(mx.array(w), mx.array(scales), None, bits, group, mode=mode)
+    got = ext.qmv(
+        mx.ones((1, group)), packed, len(codes), group, bits, group, scale_dtype=mx.float32,
+        mode=mode,
+    )  # fmt: skip
+    dense = dequantize_ref(w, scales, None, Quantization(bits, group, mode))
+    small = np.finfo(np.float32).tiny  # subnormal sums may lose bits
+    np.testing.assert_allclose(np.array(got)[0, :4], dense.sum(1)[:4], rtol=1e-6, atol=small)
+    assert np.isnan(np.array(got)[0, 4])
+    assert np.isnan(np.array(got)[0, 5]) == (mode == "mxfp8")
 
 
 def test_ops_compile(isa: str) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from qrun.ops._cuda_launch import Kernel
+from qrun.paths import KERNELS
 from tests.ops import cuda_sources
 
 NVCC = shutil.which("nvcc")
@@ -29,36 +31,33 @@ def _problems(label: str, log: str) -> list[str]:
     return found + [f"{label}: {code}" for code in re.findall(r"C75(?:12|14|18|20)", log)]
 
 
-def _compile(folder: Path, index: int, batch: list[tuple[str, str]], arch: str) -> list[str]:
-    source = "\n".join(
-        text.replace(cuda_sources.PRELUDE, "").replace("void kernel(", f"void kernel{i}(")
-        for i, (_, text) in enumerate(batch)
-    )
+def _compile(folder: Path, index: int, batch: list[Kernel], arch: str) -> list[str]:
     path = folder / f"{index}.cu"
-    path.write_text(cuda_sources.PRELUDE + source)
+    path.write_text("\n".join(kernel.text for kernel in batch))
     target = arch.removeprefix("sm_")
     run = subprocess.run(
         [
             *(str(NVCC), "-std=c++17", f"-gencode=arch=compute_{target},code={arch}", "-cubin"),
-            *("-Xptxas", "-v", "-o", str(folder / f"{index}.cubin"), str(path)),
+            *("-I", str(KERNELS), "-Xptxas", "-v"),
+            *("-o", str(folder / f"{index}.cubin"), str(path)),
         ],
         capture_output=True,
         text=True,
         check=False,
     )
     if run.returncode:
-        return [f"{[label for label, _ in batch]} do not compile:\n{run.stderr[-3000:]}"]
+        return [f"{[kernel.label for kernel in batch]} do not compile:\n{run.stderr[-3000:]}"]
     logs = dict(
-        re.findall(
-            r"Compiling entry function 'kernel(\d+)'(.*?)(?=Compiling entry|\Z)", run.stderr, re.S
-        )
+        re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", run.stderr, re.S)
     )
-    return [p for i, (label, _) in enumerate(batch) for p in _problems(label, logs[str(i)])]
+    return [p for kernel in batch for p in _problems(kernel.label, logs[kernel.name])]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_every_instantiation_compiles_without_spills(arch: str, tmp_path: Path) -> None:
-    items = sorted(cuda_sources.record().items())
+    items = sorted(
+        cuda_sources.record(int(re.sub(r"\D", "", arch)) // 10), key=lambda kernel: kernel.text
+    )
     batches = [items[i : i + BATCH] for i in range(0, len(items), BATCH)]
     with ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 8)) as pool:
         found = pool.map(lambda b: _compile(tmp_path, b[0], b[1], arch), enumerate(batches))

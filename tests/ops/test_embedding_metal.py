@@ -23,11 +23,15 @@ def test_decode(bits: int, dtype: mx.Dtype) -> None:
             np.testing.assert_array_equal(support.numbers(y), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
-def test_micro(mode: str) -> None:
+def test_micro(mode: str, dtype: mx.Dtype) -> None:
     m = support.micro(12, 96, mode)
-    y = _metal.embedding(mx.array([5, 11], mx.int32), m, dtype=mx.float32, run=run)
-    np.testing.assert_array_equal(support.numbers(y), m.values[[5, 11]])
+    for seed in SEEDS:
+        with shuffled(seed):
+            y = _metal.embedding(mx.array([5, 11], mx.int32), m, dtype=dtype, run=run)
+        expected = support.round_to(m.values[[5, 11]], dtype)
+        np.testing.assert_array_equal(support.numbers(y), expected)
 
 
 def test_foreign_id_is_zero() -> None:

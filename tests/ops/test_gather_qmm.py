@@ -12,21 +12,40 @@ from qrun.ops import QuantizedMatrix, gather_qmm
 from qrun.ops.gather_qmm import gather_qmm_bytes, gather_qmm_ref
 from qrun.quantization import Quantization, dequantize_ref
 from tests import tiny
-from tests.ops.matrices import DTYPES, f64
+from tests.conftest import NATIVE
+from tests.ops.matrices import DTYPES, assert_sums, error_of, f64, inputs, plain_product
 
 E, N, K = 5, 18, 96
-FORMATS = [(2, 32, "affine"), (3, 32, "affine"), (4, 32, "affine"), (8, 32, "affine")]
+FORMATS = [(bits, 32, "affine") for bits in (2, 3, 4, 5, 6, 8)]
 FORMATS += [(4, 32, "mxfp4"), (4, 16, "nvfp4"), (8, 32, "mxfp8")]
+
+
+def instruction_sets() -> list[str]:
+    """Those that run on this machine."""
+    if not NATIVE:
+        return []
+    from tests.ops.test_cpu_products import ISAS
+
+    return ISAS
 
 
 def experts(bits: int, group: int, mode: str) -> tuple[QuantizedMatrix, Any]:
     """E matrices N x K in one, and their values (E, N, K)."""
+    return some(bits, group, mode, E, N, K)
+
+
+def some(
+    bits: int, group: int, mode: str, count: int, n: int, k: int, dtype: str = "F16"
+) -> tuple[QuantizedMatrix, Any]:
+    """count matrices n x k in one, and their values (count, n, k)."""
     rng = np.random.default_rng((bits, group))
-    parts = tiny.quantized(rng, "x", E * N, K, bits=bits, group_size=group, mode=mode, dtype="F16")
+    parts = tiny.quantized(
+        rng, "x", count * n, k, bits=bits, group_size=group, mode=mode, dtype=dtype
+    )
     w, scales = parts["x.weight"][1], parts["x.scales"][1]
     biases = parts["x.biases"][1] if mode == "affine" else None
     spec = Quantization(bits, group, mode)
-    exact = dequantize_ref(w, scales, biases, spec).reshape(E, N, K)
+    exact = dequantize_ref(w, scales, biases, spec).reshape(count, n, k)
     arrays = [None if a is None else mx.array(a) for a in (w, scales, biases)]
     assert arrays[0] is not None
     assert arrays[1] is not None
@@ -84,6 +103,90 @@ def test_the_door(change: dict[str, Any], message: str) -> None:
     arguments = {"x": mx.zeros((2, K)), "row": zeros, "expert": zeros, "count": E} | change
     with pytest.raises(ValueError, match=message):
         gather_qmm(arguments.pop("x"), m, **arguments)
+
+
+def test_without_rows_each_row_is_its_own_pair(backend: Any) -> None:
+    m, exact = experts(4, 32, "affine")
+    x = inputs(6, K, "float32")
+    expert = np.array([4, 0, 0, 3, 3, 1], np.int32)
+    got = gather_qmm(x, m, None, mx.array(expert), count=E)
+    np.testing.assert_allclose(
+        f64(got), gather_qmm_ref(f64(x), exact, np.arange(6), expert), atol=1e-5
+    )
+
+
+# bits, group, count, n, k, and how many rows go to each expert
+ODD = [
+    (4, 32, 3, 1, 32, [1, 0, 1]),
+    (4, 64, 2, 34, 576, [9, 17]),
+    (3, 128, 4, 16, 896, [1, 2, 0, 33]),
+    (8, 32, 5, 50, 96, [0, 0, 4, 0, 0]),
+    (4, 32, 8, 48, 4864, [1] * 8),
+    (6, 64, 2, 8, 64, [100, 60]),
+]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("instructions", instruction_sets())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ODD, ids=str)
+def test_odd_shapes_on_every_instruction_set(
+    case: tuple[int, int, int, int, int, list[int]], dtype: str, instructions: str
+) -> None:
+    """Within the contract's bound, and never past the end of an array."""
+    from qrun import _ext
+
+    bits, group, count, n, k, shares = case
+    m, exact = some(bits, group, "affine", count, n, k)
+    expert = np.repeat(np.arange(count), shares).astype(np.int32)
+    x = inputs(len(expert), k, dtype)
+    row = np.random.default_rng(3).permutation(len(expert)).astype(np.int32)
+    best = _ext.isa()
+    _ext.force_isa(instructions)
+    try:
+        packed = _ext.pack(m.w, m.scales, m.biases, bits, group, count=count)
+        got = _ext.gather_qmm(
+            *(_ext.guarded(a) for a in (x, packed, mx.array(expert), mx.array(row))),
+            count, n, k, bits, group, scale_dtype=mx.float16,
+        )  # fmt: skip
+        mx.eval(got)
+    finally:
+        _ext.force_isa(best)
+    want = gather_qmm_ref(f64(x), exact, row, expert)
+    plain = np.stack([
+        plain_product(f64(x)[r : r + 1], exact[e].astype(np.float32))[0]
+        for r, e in zip(row, expert, strict=True)
+    ])  # fmt: skip
+    # 16-bit x of many rows is cut to 16 bits in each group, which its result cannot show.
+    assert_sums(got, want, error_of(plain, want, x.dtype), str(case))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("row", "expert"), [(2, 0), (-1, 0), (0, 5), (0, -1)])
+def test_an_index_outside_is_an_error(row: int, expert: int) -> None:
+    m, _ = experts(4, 32, "affine")
+    with pytest.raises(RuntimeError, match=f"row {row} of 2 to expert {expert} of 5"):
+        mx.eval(
+            gather_qmm(
+                mx.zeros((2, K)),
+                m,
+                mx.array([row], mx.int32),
+                mx.array([expert], mx.int32),
+                count=E,
+            )
+        )
+
+
+@pytest.mark.native
+def test_a_token_has_the_same_bits_in_any_company() -> None:
+    """One token alone, and among as many as are still promised to be alike (sixteen)."""
+    m, _ = experts(4, 32, "affine")
+    x = inputs(16, K, "bfloat16")
+    expert = np.sort(np.random.default_rng(5).integers(0, E, 16)).astype(np.int32)
+    whole = f64(gather_qmm(x, m, None, mx.array(expert), count=E))
+    for r in range(16):
+        one = gather_qmm(x[r : r + 1], m, None, mx.array(expert[r : r + 1]), count=E)
+        np.testing.assert_array_equal(f64(one)[0], whole[r])
 
 
 def test_bytes() -> None:

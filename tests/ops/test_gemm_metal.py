@@ -25,14 +25,15 @@ def test_accumulation(dtype: mx.Dtype, rung: str) -> None:
         support.assert_bounded(y, reference, x @ w.T)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("shape", [(5, 9, 1), (33, 10, 35), (2, 65, 37), (40, 36, 68)])
-def test_odd_shapes(shape: tuple[int, int, int], by_rows: bool) -> None:
+def test_odd_shapes(shape: tuple[int, int, int], by_rows: bool, dtype: mx.Dtype) -> None:
     """Any K: rows that start off an access of 16 bytes are read in smaller ones."""
     rows, n, k = shape
     rng = np.random.default_rng(2)
-    x = support.normal(rng, (rows, k + 8), mx.float16)[:, :k]
-    w = support.normal(rng, (n, k) if by_rows else (k, n), mx.float16)
+    x = support.normal(rng, (rows, k + 8), dtype)[:, :k]
+    w = support.normal(rng, (n, k) if by_rows else (k, n), dtype)
     if x.size < 8 or w.size < 8:
         x = mx.concatenate([x, x])
         rows = x.shape[0]
@@ -41,6 +42,19 @@ def test_odd_shapes(shape: tuple[int, int, int], by_rows: bool) -> None:
         with shuffled(seed):
             (y,) = run(gemm_call(x, w, Behind(), LADDER["2x2"], by_rows=by_rows))
         support.assert_bounded(y, support.numbers(x) @ values.T, x @ (w.T if by_rows else w))
+
+
+@pytest.mark.parametrize("held", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_w_has_a_type_of_its_own(dtype: mx.Dtype, held: mx.Dtype) -> None:
+    """As in a checkpoint of bfloat16 that computes in float32."""
+    rng = np.random.default_rng(5)
+    x, w = support.normal(rng, (9, 52), dtype), support.normal(rng, (18, 52), held)
+    y = _metal.gemm(x, w, tile=LADDER["1x1"], run=run)
+    reference = support.numbers(x) @ support.numbers(w).T
+    assert y.dtype == dtype
+    error = np.abs(support.numbers(y) - reference).max()
+    assert error <= support.ulp(np.abs(reference).max(), dtype) + 1e-5
 
 
 def test_few_rows_with_everything() -> None:

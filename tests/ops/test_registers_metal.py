@@ -1,7 +1,8 @@
 """What the geometry table ships stays below the cliff, as another GPU's compiler ranks it.
 
 A thread of an Apple GPU has 128 registers of 32 bits at most. gfx11's counts are not Apple's; but a
-kernel that needs more than 128 there is none to choose unmeasured.
+kernel that needs more than 128 there (by clang 19: see tests/metal/registers.py) is none to choose
+unmeasured.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pytest
 from qrun.ops import _metal_geometry as geometry
 from qrun.ops._metal_product import Behind, gemm_call, qmm_call, qmv_call
 from qrun.ops._metal_rows import sdpa_decode_call, sdpa_prefill_call
+from tests.metal.registers import slack
 from tests.ops import metal_support as support
 
 MOST = 128
@@ -26,7 +28,7 @@ def test_qmv(rows: int, bits: int) -> None:
     shape = geometry.qmv(M1, rows, 65536, 2048, bits)
     used = support.registers(qmv_call(x, m, Behind(activation="swiglu"), norm, shape))
     assert used.spilled == 0
-    assert used.vector <= MOST
+    assert used.vector <= MOST * slack()
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
@@ -41,7 +43,7 @@ def test_tiles(chip: str, dtype: mx.Dtype, rows: int) -> None:
     ):
         used = support.registers(call)
         assert used.spilled == 0
-        assert used.vector <= MOST
+        assert used.vector <= MOST * slack()
 
 
 def test_the_next_rung_is_past_the_cliff() -> None:
@@ -54,9 +56,10 @@ def test_the_next_rung_is_past_the_cliff() -> None:
     assert tile not in geometry.LADDER.values()
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_attention(dim: int) -> None:
-    q, cache = mx.zeros((1, 8, 40, dim), mx.float16), mx.zeros((1, 1, 64, dim), mx.float16)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_attention(dim: int, dtype: mx.Dtype) -> None:
+    q, cache = mx.zeros((1, 8, 40, dim), dtype), mx.zeros((1, 1, 64, dim), dtype)
     at = mx.array([0], mx.int32)
     for call in (
         sdpa_decode_call(q[:, :, :1], cache, cache, at, scale=0.125),
@@ -64,4 +67,4 @@ def test_attention(dim: int) -> None:
     ):
         used = support.registers(call)
         assert used.spilled == 0
-        assert used.vector <= MOST
+        assert used.vector <= MOST * slack()

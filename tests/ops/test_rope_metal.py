@@ -76,14 +76,18 @@ def test_dtypes(dtype: mx.Dtype, norm: bool) -> None:
         check(dtype, norm=norm, seed=seed)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotated", [16, 32, 64])
-def test_partial_rotation(rotated: int) -> None:
-    check(mx.float16, rotated=rotated, norm=True, length=3)
+def test_partial_rotation(rotated: int, dtype: mx.Dtype) -> None:
+    for seed in SEEDS:
+        check(dtype, rotated=rotated, norm=True, length=3, seed=seed)
 
 
-@pytest.mark.parametrize("dim", [32, 80, 256])
-def test_head_dims(dim: int) -> None:
-    check(mx.float32, dim=dim, rotated=dim, norm=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [24, 32, 80, 256])
+def test_head_dims(dim: int, dtype: mx.Dtype) -> None:
+    for seed in SEEDS:
+        check(dtype, dim=dim, rotated=dim, norm=True, seed=seed)
 
 
 def test_batch_and_groups() -> None:

@@ -1,0 +1,176 @@
+// Rows of x against the matrix of the expert that each is sent to. Nothing is multiplied here: the
+// rows of one expert that follow each other (a run) are a product of qmv.cpp or qmm.cpp over that
+// expert's part of the stream, and this file deals the runs out to the threads.
+//
+//   run     rows r .. r+m-1 of the result, all of expert e. Decode: a row or two. A prompt: all
+//           tokens of an expert, so that its matrix is read once.
+//   piece   a panel of a run's rows of x that stays in L2
+//   item    a piece against some blocks of w: what a thread takes
+#include <algorithm>
+
+#include "../common/op.h"
+#include "../common/pool.h"
+
+namespace qrun {
+namespace {
+
+// Sixteen tokens of eight experts each: up to here any number of rows gives a row the same bits.
+constexpr int kAlikeRows = 128;
+
+struct Run {
+  int expert, first;  // first row of the result
+  Digits x;
+};
+struct Piece {
+  const Run* run;
+  int tile0, tile1;
+};
+
+class GatherQmm : public CpuPrimitive {
+ public:
+  GatherQmm(mx::Stream s, Matrix w, int experts, Epilogue e)
+      : CpuPrimitive(s), w_(w), experts_(experts), e_(e) {}
+  const char* name() const override { return "qrun_gather_qmm"; }
+
+  // in: x, packed, expert, [row]
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    Task t{};
+    t.kernels = &kernels();
+    t.w = w_;
+    t.w.data = reinterpret_cast<const uint8_t*>(dense(in[1], stream()));
+    t.e = e_;
+    t.e.y = allocate<char>(out[0]);
+    t.x = dense(in[0], stream());
+    t.experts = experts_;
+    t.x_rows = in[0].shape(0);
+    t.rows = out[0].shape(0);
+    t.expert = reinterpret_cast<const int*>(dense(in[2], stream()));
+    t.row = in.size() > 3 ? reinterpret_cast<const int*>(dense(in[3], stream())) : nullptr;
+    t.count = w_.fp8 ? kFloats : e_.type == Type::f32 || t.rows <= kAlikeRows ? 3 : 2;
+    // The rows that fill up tiles are at most as many as there are (9 of 16).
+    const size_t most = 2 * static_cast<size_t>(t.rows);
+    // On a matrix unit a digit is a bfloat16.
+    t.digits = static_cast<int8_t*>(scratch(2 * most * t.count * w_.k, stream()));
+    t.meta = static_cast<float*>(scratch(most * 2 * (w_.k / w_.group) * sizeof(float), stream()));
+    if (t.rows) enqueue(stream(), [t] { t.compute(); });
+  }
+
+ private:
+  struct Task {
+    const Kernels* kernels;
+    Matrix w;  // of expert 0
+    Epilogue e;
+    const char* x;      // (x_rows, k)
+    const int* expert;  // (rows,)
+    const int* row;     // (rows,), or null: row r of x
+    int experts, x_rows, rows, count;
+    int8_t* digits;
+    float* meta;
+
+    std::vector<Run> runs() const {
+      std::vector<Run> found;
+      int8_t* at = digits;
+      float* meta_at = meta;
+      for (int r = 0, end; r < rows; r = end) {
+        for (end = r + 1; end < rows && expert[end] == expert[r];) end++;
+        Digits d = digits_of(*kernels, w, end - r, count);
+        d.digits = at;
+        d.meta = meta_at;
+        at += d.digits_bytes();
+        meta_at += d.meta_floats();
+        found.push_back({expert[r], r, d});
+      }
+      return found;
+    }
+
+    void check() const {
+      for (int r = 0; r < rows; r++) {
+        const int from = row ? row[r] : r;
+        if (expert[r] < 0 || expert[r] >= experts || from < 0 || from >= x_rows)
+          throw std::out_of_range("gather_qmm: row " + std::to_string(from) + " of " +
+                                  std::to_string(x_rows) + " to expert " +
+                                  std::to_string(expert[r]) + " of " + std::to_string(experts));
+      }
+    }
+
+    void prepare(const Run& run, int tile0, int tile1) const {
+      const char* from = row ? x : x + static_cast<size_t>(run.first) * w.k * size_of(e.type);
+      kernels->prepare({from, e.type, nullptr, Type::f32, 0, row ? row + run.first : nullptr},
+                       run.x, tile0, tile1);
+    }
+
+    void compute() const {
+      check();
+      const std::vector<Run> all = runs();
+      std::vector<Piece> tiles, panels;
+      const int blocks = w.blocks(), groups = threads();
+      for (const Run& run : all) {
+        const size_t tile_bytes = static_cast<size_t>(run.x.tile) * count * w.k;
+        const int panel = std::max(1, static_cast<int>(kPanelBytes / tile_bytes));
+        for (int t = 0; t < run.x.tiles(); t++) tiles.push_back({&run, t, t + 1});
+        for (int t = 0; t < run.x.tiles(); t += panel)
+          panels.push_back({&run, t, std::min(run.x.tiles(), t + panel)});
+      }
+      const int all_tiles = static_cast<int>(tiles.size());
+      const bool small = static_cast<size_t>(rows) * w.k < 32768;
+      parallel(all_tiles, small ? all_tiles : std::max(1, all_tiles / (8 * groups)),
+               [&](int i0, int i1) {
+                 for (int i = i0; i < i1; i++)
+                   prepare(*tiles[i].run, tiles[i].tile0, tiles[i].tile1);
+               });
+
+      const int pieces = static_cast<int>(panels.size());
+      const int least = std::max<int>(1, kShareBytes / 2 / w.block_bytes());
+      const int64_t share = static_cast<int64_t>(pieces) * blocks / (4 * groups);
+      const int length = std::max(least, static_cast<int>(std::min<int64_t>(blocks, share)));
+      const int lengths = (blocks + length - 1) / length;
+      parallel(pieces * lengths, 1, [&](int i0, int i1) {
+        for (int i = i0; i < i1; i++) multiply(panels[i / lengths], i % lengths * length, length);
+      });
+    }
+
+    void multiply(const Piece& piece, int block0, int length) const {
+      const Run& run = *piece.run;
+      Matrix m = w;
+      m.data += static_cast<size_t>(run.expert) * w.block_bytes() * w.blocks();
+      Epilogue to = e;
+      const int width = e.activation == Activation::none ? w.n : w.n / 2;
+      to.y = static_cast<char*>(e.y) + static_cast<size_t>(run.first) * width * size_of(e.type);
+      const auto kernel = run.x.tile == kUnitRows ? kernels->product_tiled : kernels->product;
+      kernel(m, run.x, to, block0, std::min(w.blocks(), block0 + length), piece.tile0, piece.tile1);
+    }
+  };
+
+  Matrix w_;
+  int experts_;
+  Epilogue e_;
+};
+
+}  // namespace
+
+mx::array gather_qmm(const mx::array& x, const mx::array& packed,
+                     const std::optional<mx::array>& row, const mx::array& expert, int count, int n,
+                     int k, int bits, int group, Type scales, const std::string& mode,
+                     const std::string& activation) {
+  const std::string at = "gather_qmm: ";
+  require(x.ndim() == 2 && x.shape(1) == k,
+          at + "x has shape " + text(x.shape()) + ", expected (M, " + std::to_string(k) + ")");
+  require(count >= 1, at + "count must be at least 1");
+  const Matrix w = matrix_of("gather_qmm", packed, n, k, bits, group, scales, mode, count);
+  require(expert.ndim() == 1 && expert.dtype() == mx::int32, at + "expert must be int32 (R,)");
+  std::vector<mx::array> inputs{x, packed, expert};
+  if (row) {
+    require_shape("gather_qmm", "row", *row, expert.shape());
+    require(row->dtype() == mx::int32, at + "row must be int32 (R,)");
+    inputs.push_back(*row);
+  }
+  Epilogue e{};
+  e.type = type_of(x.dtype(), "gather_qmm", "x");
+  e.scale = 1;
+  e.activation = activation_of(at, activation, n);
+  const int width = e.activation == Activation::none ? n : n / 2;
+  return mx::array({expert.shape(0), width}, x.dtype(),
+                   std::make_shared<GatherQmm>(cpu_stream(), w, count, e), std::move(inputs));
+}
+
+}  // namespace qrun
