@@ -185,6 +185,7 @@ class Pending:
 
     def __init__(self, program: Program, slot: Slot, event: driver.Event, host: Any) -> None:
         self.program, self.slot = program, slot
+        self.shape, self.dtype = slot.shape, slot.dtype
         self._event, self._host = event, host
 
     def item(self) -> int | float:
