@@ -1,27 +1,28 @@
 // The matrix unit of x86: eight tiles of 16 rows of 64 bytes. A dot instruction multiplies
-// (16, 64) bytes by (64/4, 16 lanes, 4) bytes and adds to (16, 16) 32-bit numbers in 16 cycles.
+// (16, 32) bfloat16 by (32/2, 16 lanes, 2) bfloat16 and adds to (16, 16) float32 in 16 cycles.
 // Tile numbers are part of the instruction, hence macros.
 #pragma once
 
-#ifdef __AMX_INT8__
+#ifdef __AMX_BF16__
 
-#include "types.h"
+#include "vec.h"
 
 // The "memory" clobbers keep ordinary loads and stores on their side of the tile instructions.
-#define QRUN_TILE_LOAD(t, p, stride) \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"((size_t)(stride)) : "memory")
-#define QRUN_TILE_STORE(t, p, stride) \
-  __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((size_t)(stride)) : "memory")
+#define QRUN_TILE_LOAD(t, p) \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"((size_t)64) : "memory")
+#define QRUN_TILE_STORE(t, p) \
+  __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((size_t)64) : "memory")
 #define QRUN_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
-// kind: bsud, signed x times unsigned w; bssd, both signed
-#define QRUN_TILE_DOT(kind, c, x, w) \
-  __asm__ volatile("tdp" #kind " %%tmm" #w ", %%tmm" #x ", %%tmm" #c ::)
+#define QRUN_TILE_DOT(c, x, w) __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm" #x ", %%tmm" #c ::)
 #define QRUN_TILES_DONE() __asm__ volatile("tilerelease" ::)
 
 namespace qrun::QRUN_NS {
 
-// The first `sums` tiles hold 32-bit sums, the others operands: x up to tile 6, and w (tile 7).
-static inline void configure_tiles(int sums, int chunk) {
+constexpr int kUnitDepth = 32;                          // k of one dot instruction
+constexpr int kTileBytes = kUnitRows * kUnitDepth * 2;  // of an operand
+constexpr int kSums = kUnitRows * kLanes;               // numbers of a result
+
+static inline void configure_tiles() {
   alignas(64) struct {
     uint8_t palette, start, reserved[14];
     uint16_t bytes[16];
@@ -29,10 +30,36 @@ static inline void configure_tiles(int sums, int chunk) {
   } c = {};
   c.palette = 1;
   for (int t = 0; t < 8; t++) {
-    c.rows[t] = t == 7 ? chunk / 4 : 16;
-    c.bytes[t] = t < sums || t == 7 ? 64 : chunk;
+    c.rows[t] = 16;
+    c.bytes[t] = 64;
   }
   __asm__ volatile("ldtilecfg %0" ::"m"(c) : "memory");
+}
+
+// Two vectors -> 32 bfloat16, a's first: cut off, or rounded to nearest even.
+static inline void store_cut(void* p, f32x16 a, f32x16 b) {
+  const __m512i high =
+      _mm512_setr_epi32(0x00030001, 0x00070005, 0x000b0009, 0x000f000d, 0x00130011, 0x00170015,
+                        0x001b0019, 0x001f001d, 0x00230021, 0x00270025, 0x002b0029, 0x002f002d,
+                        0x00330031, 0x00370035, 0x003b0039, 0x003f003d);
+  _mm512_storeu_si512(
+      p, _mm512_permutex2var_epi16(_mm512_castps_si512(a.v), high, _mm512_castps_si512(b.v)));
+}
+static inline void store_rounded(void* p, f32x16 a, f32x16 b) {
+  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v));
+}
+static inline f32x16 rounded_to_bf16(f32x16 a) {
+  const __m512i h = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(a.v));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(h, 16))};
+}
+static inline f32x16 cut_to_bf16(f32x16 a) {
+  return {_mm512_castsi512_ps(
+      _mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32((int)0xffff0000)))};
+}
+// Each eight lanes in the order 0 4 1 5 2 6 3 7.
+static inline f32x16 paired_by_fours(f32x16 a) {
+  return {_mm512_permutexvar_ps(
+      _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), a.v)};
 }
 
 }  // namespace qrun::QRUN_NS

@@ -65,18 +65,20 @@ bool tiles_granted() {
 const Choice* choices(int& count) {
   static const auto list = [] {
     const unsigned long long state = saved_state();
-    unsigned a, b, c = 0, d, b7 = 0, c7 = 0, d7 = 0;
+    unsigned a, b, c = 0, d, b7 = 0, c7 = 0, d7 = 0, a71 = 0;
     __get_cpuid(1, &a, &b, &c, &d);
     const unsigned features1 = c;
     __get_cpuid_count(7, 0, &a, &b7, &c7, &d7);
+    __get_cpuid_count(7, 1, &a71, &b, &c, &d);
     const bool ymm = (state & 0x06) == 0x06, zmm = ymm && (state & 0xe0) == 0xe0;
     const bool avx2 = ymm && (b7 & bit_AVX2) && (features1 & bit_FMA) && (features1 & bit_F16C);
     const bool avx512 = avx2 && zmm && (b7 & bit_AVX512F) && (b7 & bit_AVX512BW) &&
                         (b7 & bit_AVX512VL) && (b7 & bit_AVX512DQ);
     const bool vnni = avx512 && (c7 & bit_AVX512VNNI);
-    constexpr unsigned amx_tile = 1u << 24, amx_int8 = 1u << 25;
-    const bool amx = vnni && (d7 & amx_tile) && (d7 & amx_int8) && (state & 0x60000) == 0x60000 &&
-                     tiles_granted();
+    constexpr unsigned amx_tile = 1u << 24, amx_bf16 = 1u << 22;
+    constexpr unsigned avx512_bf16 = 1u << 5;
+    const bool amx = vnni && (a71 & avx512_bf16) && (d7 & amx_tile) && (d7 & amx_bf16) &&
+                     (state & 0x60000) == 0x60000 && tiles_granted();
     struct List {
       Choice at[5];
     };

@@ -12,6 +12,13 @@ static inline f32x16 gelu(f32x16 gate) {
   return gate / (splat(1) + exp(u * splat(-2)));
 }
 
+// Rows of w alternate: gate, up, gate, up. Two vectors of them -> activated (16).
+static inline f32x16 gated(const Epilogue& e, f32x16 a, f32x16 b) {
+  f32x16 gate, up;
+  unzip(a, b, gate, up);
+  return (e.activation == Activation::swiglu ? silu(gate) : gelu(gate)) * up;
+}
+
 // acc: sums of rows 16*block .. of w for row m of x; m counts rows of y.
 static inline void finish(const Epilogue& e, int n, int block, size_t m, f32x16 acc) {
   const int first = block * kLanes, lanes = n - first < kLanes ? n - first : kLanes;
@@ -20,21 +27,34 @@ static inline void finish(const Epilogue& e, int n, int block, size_t m, f32x16 
   size_t out = m * n + first;
   int count = lanes;
   if (e.activation != Activation::none) {
-    // rows of w alternate: gate, up, gate, up
-    alignas(64) float pairs[16], gate[16] = {}, up[16] = {};
-    store(pairs, acc);
-    for (int i = 0; i < 8; i++) {
-      gate[i] = pairs[2 * i];
-      up[i] = pairs[2 * i + 1];
-    }
-    f32x16 g = load(gate);
-    acc = (e.activation == Activation::swiglu ? silu(g) : gelu(g)) * load(up);
+    acc = gated(e, acc, splat(0));
     out = m * (n / 2) + first / 2;
     count = lanes / 2;
   }
   if (e.residual)
     acc = acc + load_first(at(e.residual, e.residual_type, out), e.residual_type, count);
   store_first(at(e.y, e.type, out), e.type, acc, count);
+}
+
+// The same for this block and the one behind it, whose first row exists: gates fill a vector.
+static inline void finish_two(const Epilogue& e, int n, int block, size_t m, f32x16 a, f32x16 b) {
+  if (e.activation == Activation::none) {
+    finish(e, n, block, m, a);
+    finish(e, n, block + 1, m, b);
+    return;
+  }
+  const int first = block * kLanes, lanes = n - first < 2 * kLanes ? n - first : 2 * kLanes;
+  a = a * splat(e.scale);
+  b = b * splat(e.scale);
+  if (e.bias) {
+    a = a + load(at(e.bias, e.bias_type, first), e.bias_type);
+    b = b + load_first(at(e.bias, e.bias_type, first + kLanes), e.bias_type, lanes - kLanes);
+  }
+  f32x16 y = gated(e, a, b);
+  const size_t out = m * (n / 2) + first / 2;
+  if (e.residual)
+    y = y + load_first(at(e.residual, e.residual_type, out), e.residual_type, lanes / 2);
+  store_first(at(e.y, e.type, out), e.type, y, lanes / 2);
 }
 
 }  // namespace qrun::QRUN_NS

@@ -5,6 +5,7 @@
 namespace qrun::QRUN_NS {
 
 void prepare(const Prologue&, const Digits&, int tile0, int tile1);
+void prepare_terms(const Prologue&, const Digits&, int tile0, int tile1);
 void product(const Matrix&, const Digits&, const Epilogue&, int block0, int block1, int tile0,
              int tile1);
 void product_fp8(const Matrix&, const Digits&, const Epilogue&, int block0, int block1, int tile0,

@@ -63,10 +63,12 @@ void enqueue(mx::Stream s, F&& f) {
     mx::cpu::get_command_encoder(s).dispatch(std::forward<F>(f));
 }
 
-// Memory for one evaluation, released when the tasks that use it are done.
+// Memory for one evaluation, released when the tasks that use it are done. It begins with a cache
+// line: a register or a tile's row that spans two costs twice.
 inline void* scratch(size_t bytes, mx::Stream s) {
-  mx::array a(mx::allocator::malloc(bytes ? bytes : 1), {static_cast<int>(1)}, mx::uint8);
-  void* p = a.data<char>();
+  mx::array a(mx::allocator::malloc(bytes + 64), {static_cast<int>(1)}, mx::uint8);
+  void* p =
+      reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(a.data<char>()) + 63) & ~uintptr_t{63});
   if (recording)
     recording->memory.push_back(std::move(a));
   else

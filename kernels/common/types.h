@@ -50,16 +50,20 @@ struct Digits {
   int count;      // 1, 2 or 3, or kFloats
   int tile;       // rows of a full tile
   int chunk;      // successive k whose digits lie together
-  bool even_odd;  // 4-bit codes: eight k lie in the order 0 2 4 6 1 3 5 7
+  bool even_odd;  // 4-bit codes: eight k lie in the order 0 2 4 6 1 3 5 7 (unit: 0 4 1 5 2 6 3 7)
 
   int tiles() const { return (m + tile - 1) / tile; }
+  int bytes() const;  // of one digit
   size_t rows() const { return (size_t)tiles() * tile; }
-  size_t digits_bytes() const { return rows() * count * k; }
+  size_t digits_bytes() const { return rows() * count * k * bytes(); }
   size_t meta_floats() const { return rows() * 2 * (k / group); }
 };
 
 // Heights for which kernels exist, 16 on a matrix unit; spare rows are zero.
 constexpr int kUnitRows = 16;
+// There, the digits are bfloat16 terms of x (qmm/terms.cpp): (tiles, k/32, count, 16, 32), and of
+// meta's pairs the first number is the row's own scale, the same in every group.
+inline int Digits::bytes() const { return tile == kUnitRows ? 2 : 1; }
 static inline int tile_height(int r) {
   return r <= 2 ? r : r <= 4 ? 4 : r <= 6 ? 6 : r <= 8 ? 8 : kUnitRows;
 }
@@ -69,7 +73,7 @@ static inline int rows_in_tile(const Digits& d, int t) {
   return d.tile == kUnitRows ? kUnitRows : tile_height(left < d.tile ? left : d.tile);
 }
 static inline int8_t* tile_digits(const Digits& d, int t) {
-  return d.digits + (size_t)t * d.tile * d.count * d.k;
+  return d.digits + (size_t)t * d.tile * d.count * d.k * d.bytes();
 }
 static inline float* tile_meta(const Digits& d, int t) {
   return d.meta + (size_t)t * d.tile * 2 * (d.k / d.group);
@@ -153,8 +157,7 @@ struct Kernels {
   void (*prepare)(const Prologue&, const Digits&, int tile0, int tile1);
   void (*product)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1, int tile0,
                   int tile1);
-  // The same on a matrix unit (AMX), or null: tiles of up to 16 rows of x, chunks of min(group,
-  // 64).
+  // The same on a matrix unit (AMX), or null: tiles of 16 rows of x.
   void (*product_tiled)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1,
                         int tile0, int tile1);
   void (*combine)(const Combine&, int row0, int row1);

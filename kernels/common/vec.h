@@ -63,6 +63,21 @@ static inline void store_first(void* p, Type t, f32x16 a, int n) {
   __builtin_memcpy(p, copy, n * size_of(t));
 }
 
+#ifndef __AVX512BW__
+// Lanes 0 2 4 .. of a and b, and lanes 1 3 5 ..
+static inline void unzip(f32x16 a, f32x16 b, f32x16& even, f32x16& odd) {
+  alignas(64) float pairs[32], e[16], o[16];
+  store(pairs, a);
+  store(pairs + 16, b);
+  for (int i = 0; i < 16; i++) {
+    e[i] = pairs[2 * i];
+    o[i] = pairs[2 * i + 1];
+  }
+  even = load(e);
+  odd = load(o);
+}
+#endif
+
 // e^x to about 1 ulp; 0 below -104 (so for -inf), inf above 88.8; NaN stays NaN.
 // x = n*ln2 + r with |r| <= ln2/2; a polynomial of degree 6 for e^r; n added to the exponent.
 static inline f32x16 exp(f32x16 x) {

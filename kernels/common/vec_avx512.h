@@ -113,6 +113,14 @@ static inline i32x16 dot_byte(i32x16 acc, i32x16 codes, const int8_t* p) {
 #endif
 }
 
+// Lanes 0 2 4 .. of a and b, and lanes 1 3 5 ..
+static inline void unzip(f32x16 a, f32x16 b, f32x16& even, f32x16& odd) {
+  const __m512i first =
+      _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  even.v = _mm512_permutex2var_ps(a.v, first, b.v);
+  odd.v = _mm512_permutex2var_ps(a.v, _mm512_add_epi32(first, _mm512_set1_epi32(1)), b.v);
+}
+
 // r[i] lane j <-> r[j] lane i: pairs of dwords, of quadwords, then of 128-bit quarters twice.
 static inline void transpose(f32x16 (&r)[16]) {
   __m512 t[16], u[16];  // u[4b + c]: rows 4b .. 4b+3 of columns c, c+4, c+8, c+12

@@ -49,7 +49,8 @@ class GatherQmm : public CpuPrimitive {
     t.count = w_.fp8 ? kFloats : e_.type == Type::f32 || t.rows <= kAlikeRows ? 3 : 2;
     // The rows that fill up tiles are at most as many as there are (9 of 16).
     const size_t most = 2 * static_cast<size_t>(t.rows);
-    t.digits = static_cast<int8_t*>(scratch(most * t.count * w_.k, stream()));
+    // On a matrix unit a digit is a bfloat16.
+    t.digits = static_cast<int8_t*>(scratch(2 * most * t.count * w_.k, stream()));
     t.meta = static_cast<float*>(scratch(most * 2 * (w_.k / w_.group) * sizeof(float), stream()));
     if (t.rows) enqueue(stream(), [t] { t.compute(); });
   }

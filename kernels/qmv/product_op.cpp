@@ -42,13 +42,13 @@ Digits digits_of(const Kernels& run, const Matrix& w, int m, int count) {
   const bool unit = run.product_tiled && m >= kUnitFrom && w.group >= 32 && !w.fp8;
   const int most = w.fp8 ? 4 : run.max_tile[count];
   d.tile = unit ? kUnitRows : std::min(tile_height(std::min(m, 8)), most);
-  d.chunk = std::min(d.group, unit ? 64 : kChunk);
+  d.chunk = std::min(d.group, kChunk);
   return d;
 }
 
 namespace {
 
-constexpr size_t kAlikeRows = 16;  // up to here any number of rows gives a row the same bits
+constexpr size_t kAlikeRows = 8;  // up to here any number of rows gives a row the same bits
 
 class Product : public CpuPrimitive {
  public:
@@ -102,6 +102,7 @@ class Product : public CpuPrimitive {
     parallel(tiles, elements < 32768 ? tiles : std::max(1, tiles / (8 * threads())),
              [&](int t0, int t1) { run.prepare(p, d, t0, t1); });
 
+    if (d.tile == kUnitRows) return unit(run, w, d, e);
     // A panel of x: as many tiles as stay in a core's L2. Items are (panel, run of blocks), enough
     // of them for the threads to end together.
     const size_t tile_bytes = static_cast<size_t>(d.tile) * d.count * d.k;
@@ -111,11 +112,24 @@ class Product : public CpuPrimitive {
     const int least = std::max<int>(1, kShareBytes / 2 / work);
     const int length = std::max(least, blocks / (4 * threads()));
     const int runs = (blocks + length - 1) / length;
-    const auto kernel = d.tile == kUnitRows ? run.product_tiled : run.product;
     parallel(panels * runs, 1, [&](int i0, int i1) {
       for (int i = i0; i < i1; i++) {
         const int t0 = i / runs * panel, b0 = i % runs * length;
-        kernel(w, d, e, b0, std::min(blocks, b0 + length), t0, std::min(tiles, t0 + panel));
+        run.product(w, d, e, b0, std::min(blocks, b0 + length), t0, std::min(tiles, t0 + panel));
+      }
+    });
+  }
+
+  // On a matrix unit a run of up to 8 blocks meets all of x: unpacking its codes must pay. Equal
+  // runs of an even number of blocks (gates and ups come in pairs), as many for each thread.
+  static void unit(const Kernels& run, const Matrix& w, const Digits& d, const Epilogue& e) {
+    const int pairs = (w.blocks() + 1) / 2, each = 4 * threads();
+    const int runs = std::min(pairs, (pairs + each - 1) / each * threads());
+    parallel(runs, 1, [&](int i0, int i1) {
+      for (int i = i0; i < i1; i++) {
+        const int b0 = static_cast<int>(static_cast<int64_t>(pairs) * i / runs) * 2;
+        const int b1 = static_cast<int>(static_cast<int64_t>(pairs) * (i + 1) / runs) * 2;
+        run.product_tiled(w, d, e, b0, std::min(w.blocks(), b1), 0, d.tiles());
       }
     });
   }

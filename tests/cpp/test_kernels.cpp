@@ -78,9 +78,9 @@ void product(int rows, int n, int k, int bits, int group, int count, bool unit) 
   d.count = count;
   d.even_odd = bits == 4;
   d.tile = unit ? kUnitRows : std::min(tile_height(std::min(rows, 8)), run.max_tile[count]);
-  d.chunk = unit ? std::min(group, 64) : kChunk;
+  d.chunk = kChunk;
   const size_t padded = (size_t)d.tiles() * d.tile;
-  std::vector<int8_t> digits(padded * count * k);
+  std::vector<int8_t> digits(padded * count * k * d.bytes());
   std::vector<float> meta(padded * 2 * (k / group));
   d.digits = digits.data();
   d.meta = meta.data();
