@@ -54,6 +54,8 @@ class Backend(Protocol):
     combine: Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
     sdpa: Callable[..., mx.array]
     rope: Callable[..., tuple[mx.array, mx.array, mx.array]]
+    # rope and sdpa of one new token as one kernel, which may answer None; None: there is none.
+    attend: Callable[..., tuple[mx.array, mx.array, mx.array] | None] | None
     rms_norm: Callable[[mx.array, mx.array, float], mx.array]
     embedding: Callable[..., mx.array]
     swiglu: Callable[[mx.array], mx.array]
