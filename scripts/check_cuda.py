@@ -272,12 +272,18 @@ def attends() -> Iterator[Case]:
             table = mx.array(np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32))
             qn, kn = (normal((d,), dtype), normal((d,), dtype)) if norm else (None, None)
             settings: Any = {"scale": d**-0.5, "window": window, "softcap": cap}
-            fused = _cuda.attend(
-                qkv, k, v, mx.array([offset] * 4, mx.int32), table, heads=h, q_norm=qn, k_norm=kn,
-                eps=1e-6, **settings,
-            )  # fmt: skip
-            assert fused is not None
-            y, k, v = fused
+
+            def step(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+                fused = _cuda.attend(
+                    inputs[0], *state, inputs[1], table, heads=h, q_norm=qn, k_norm=kn, eps=1e-6,
+                    **settings,
+                )  # fmt: skip
+                if fused is None:
+                    raise AssertionError("attend has no kernel for this")
+                return [fused[0]], list(fused[1:])
+
+            offsets = mx.array([offset] * 4, mx.int32)
+            (y,), (k, v) = _cuda.traced(step)([qkv, offsets], [k, v])
             x = f64(qkv).reshape(b, 1, -1, d).transpose(0, 2, 1, 3)
             xq, xk, xv = x[:, :h], x[:, h : h + hkv], x[:, h + hkv :]
             if qn is not None and kn is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from qrun.ops import _cuda_product
-from qrun.ops._cuda_launch import Constant, Shape, after, ceil_div, launch, literal, pointer
+from qrun.ops._cuda_launch import Constant, Shape, after, alone, ceil_div, launch, literal, pointer
 
 WARPS = 8
 LONGEST = 8192  # positions of a cache
@@ -26,12 +26,14 @@ def attend(
     window: int,
     softcap: float,
 ) -> tuple[mx.array, mx.array, mx.array] | None:
-    """None where rope and sdpa have to do it: clusters of blocks need Hopper, and long contexts more
-    blocks than a cluster has.
+    """None where rope and sdpa have to do it: clusters of blocks need Hopper and launches of our
+    own, and long contexts want more blocks than a cluster has.
     """
     batch, kv_heads, capacity, d = k_cache.shape
     alike = qkv.dtype == k_cache.dtype == v_cache.dtype != mx.float32
-    if _cuda_product.generation() != 9 or not alike or d % 8 or d > 256 or capacity > LONGEST:
+    if not alone() or _cuda_product.generation() != 9 or not alike:
+        return None
+    if d % 8 or d > 256 or capacity > LONGEST:
         return None
     group, half = heads // kv_heads, table.shape[1]
     rows = min(group, 4 if d <= 128 else 2)

@@ -35,8 +35,8 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Threads a block, blocks an SM shall hold at least, bytes of shared memory, blocks along x that
-    form a cluster.
+    """Threads a block, blocks an SM shall hold at least, bytes of shared memory; blocks along x
+    that form a cluster.
     """
 
     threads: int
@@ -166,6 +166,13 @@ def _kernel(
     text = f'#include "{file}"\n\nextern "C" __global__ void {signature.replace("NAME", name, 1)}'
     types = [f"{n}={TYPES[v] if isinstance(v, mx.Dtype) else v}" for n, v in constants]
     return Kernel(" ".join([stem, *types]), name, text, shape), [(n, int(a)) for n, a in shapes]
+
+
+def alone() -> bool:
+    """Whether MLX stays out of it. It updates a CUDA graph of the same form in place, which does
+    not change the size of a kernel's clusters: such kernels are not for MLX to launch.
+    """
+    return _runner is not by_mlx
 
 
 def after(arrays: list[mx.array], first: mx.array) -> list[mx.array]:
