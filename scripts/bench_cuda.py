@@ -28,7 +28,10 @@ from qrun.quantization import Quantization
 SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (1024, 1024))  # N, K
 ROTATING = ("w", "scales", "biases")
 KINDS = {"x": "b", "q": "b", "k_cache": "b", "v_cache": "b", "w": "u", "scales": "s", "biases": "s"}
-PLAIN: dict[str, Any] = {"scale": 0.1, "window": 0, "softcap": 0.0}
+PLAIN: dict[str, Any] = {
+    **{"q_norm": None, "k_norm": None, "eps": 1e-5},
+    **{"scale": 0.1, "window": 0, "softcap": 0.0},
+}
 NONE: dict[str, Any] = {"bias": None, "residual": None, "activation": None, "scale": 1.0}
 
 
@@ -197,13 +200,12 @@ def sdpa_cases() -> list[str]:
                 continue
             table = mx.zeros((held + 256, d // 2, 2))
             qkv = mx.zeros((1, (heads + 2 * kv) * d), mx.bfloat16)
-            norms: dict[str, Any] = {"q_norm": None, "k_norm": None, "eps": 1e-5}
             out.append(
                 case(
                     f"attend {heads}/{kv} D {d} S {held}",
                     "one launch",
-                    lambda x=qkv, c=cache, held=held, table=table: _cuda_attend.attend(
-                        x, *c, mx.array([held - 1], mx.int32), table, heads=heads, **norms, **PLAIN
+                    lambda x=qkv, c=cache, held=held, table=table, heads=heads: _cuda_attend.attend(
+                        x, *c, mx.array([held - 1], mx.int32), table, heads=heads, **PLAIN
                     ),
                 )
             )
