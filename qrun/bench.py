@@ -154,7 +154,7 @@ def prefill_seconds(model: LoadedModel, tokens: int) -> float:
 def decode_seconds(model: LoadedModel, context: int) -> tuple[float, int]:
     """Seconds of STEPS single tokens behind `context` others, and the bytes they must move."""
     cache = model.new_cache(context + STEPS + 1)
-    sampler = Sampler(Sampling(), [], model.tokenizer.size)
+    sampler = Sampler(Sampling(), [], model.vocab)
     token = prefill(model, prompt(model, context), cache, sampler)
     step = decode_step(model, cache, sampler)
     token = step(token)  # the first step may be traced
@@ -172,7 +172,7 @@ def decode_seconds(model: LoadedModel, context: int) -> tuple[float, int]:
 
 def prompt(model: LoadedModel, tokens: int) -> list[int]:
     """That many ids of no meaning, the same every time."""
-    return [(7 * i + 11) % (model.tokenizer.size - 100) + 50 for i in range(tokens)]
+    return [(7 * i + 11) % (model.vocab - 100) + 50 for i in range(tokens)]
 
 
 def read_rate() -> float:

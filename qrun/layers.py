@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-import numpy as np
 
 from qrun import ops
+from qrun.lazy import np
 from qrun.ops import QuantizedMatrix, _launch
 from qrun.ops._mlx import epilogue
 from qrun.ops.qmv import Activation
