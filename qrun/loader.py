@@ -86,6 +86,8 @@ def load(
     start = time.perf_counter()
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
+    if tune and not _launch.can_tune():
+        raise UsageError(f"{_launch.backend().NAME} has no kernels to choose from: nothing to tune")
     folder = locate(model, revision=revision)
     config, build = read_config(folder)
     checkpoint = Checkpoint(folder)
@@ -108,12 +110,7 @@ def load(
         notes.append(f"config.json: not used: {', '.join(ignored)}")
     if tune is not False:
         step = partial(untried_step, built, weights.dtype, context)
-        timed = _launch.tune(step, again=tune is True, show=show)
-        if tune and timed is None:
-            raise UsageError(
-                f"{_launch.backend().NAME} has no kernels to choose from: nothing to tune"
-            )
-        notes += timed or []
+        notes += _launch.tune(step, again=tune is True, show=show)
     return LoadedModel(
         model=built,
         tokenizer=tokenizer,

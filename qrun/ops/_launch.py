@@ -84,16 +84,19 @@ def _backend(on_cpu: bool) -> Backend:
     return _load("_metal_backend" if mx.metal.is_available() else "_cuda")
 
 
-def tune(
-    step: Callable[[int], object], *, again: bool, show: Callable[[str], None]
-) -> list[str] | None:
+def tune(step: Callable[[int], object], *, again: bool, show: Callable[[str], None]) -> list[str]:
     """Have the backend time its kernels for the products that step(rows) asks for -> notes.
 
-    None where there is nothing to choose from. What is known from another day is not timed again,
+    Where there is nothing to choose from, none. What is known from another day is not timed again,
     unless `again`. show: a line of progress, "" when done.
     """
     run = getattr(backend(), "tune", None)
-    return None if run is None else run(step, again=again, show=show)
+    return [] if run is None else run(step, again=again, show=show)
+
+
+def can_tune() -> bool:
+    """Whether the backend has kernels to choose from."""
+    return hasattr(backend(), "tune")
 
 
 def _load(name: str) -> Backend:
