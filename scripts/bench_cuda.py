@@ -65,8 +65,8 @@ class Recording:
             self.kernels.append(kernel.text)
         shared = kernel.shape.shared
         self.launches.append(
-            f"raise_shared_memory({kernel.name}, {shared}); {kernel.name}"
-            f"<<<dim3{grid}, {kernel.shape.threads}, {shared}, stream>>>({', '.join(arguments)});"
+            f"launch({kernel.name}, dim3{grid}, {kernel.shape.threads}, {shared}, stream, "
+            f"{', '.join(arguments)});"
         )
         return made
 
@@ -105,37 +105,34 @@ def matrix(n: int, k: int, group: int = 64) -> QuantizedMatrix:
 
 
 def qmv_cases() -> list[str]:
-    """Tiles by k: as many takes as deal evenly."""
-    tiles: dict[int, dict[int, tuple[tuple[int, int, int], ...]]] = {
-        4096: {
-            1: ((8, 2, 4), (8, 3, 4), (16, 2, 2), (16, 1, 2)),
-            4: ((8, 2, 4), (8, 3, 4), (16, 2, 2), (16, 1, 2)),
-            8: ((8, 2, 4), (16, 1, 2), (16, 1, 1)),
-            16: ((8, 1, 4), (16, 1, 2), (16, 1, 1)),
-        },
-        14336: {
-            1: ((14, 2, 4), (14, 1, 4), (14, 2, 2), (28, 1, 2)),
-            4: ((14, 1, 4), (14, 1, 2), (28, 1, 2)),
-            8: ((14, 1, 4), (14, 1, 2), (16, 1, 1)),
-            16: ((14, 1, 2), (16, 1, 1)),
-        },
-        1024: {
-            1: ((8, 1, 1), (4, 1, 2), (2, 1, 4)),
-            4: ((8, 1, 1), (4, 1, 2)),
-            8: ((8, 1, 1), (4, 1, 2)),
-            16: ((8, 1, 1), (4, 1, 2)),
-        },
+    """The tile that `qmv_tile` takes (marked), and others: words, take, warps, blocks."""
+    tiles = {
+        4096: (
+            (4, 4, 8, 2),
+            (4, 2, 16, 2),
+            (4, 2, 16, 1),
+            (2, 4, 16, 1),
+            (2, 8, 8, 2),
+            (2, 4, 16, 2),
+        ),
+        14336: ((4, 2, 14, 2), (4, 2, 28, 1), (4, 4, 14, 1), (2, 4, 14, 1), (2, 4, 28, 1)),
+        1024: ((4, 4, 2, 1), (4, 2, 4, 1), (4, 1, 8, 1), (2, 4, 4, 1), (2, 2, 8, 1)),
     }
     out: list[str] = []
     for n, k in SHAPES:
         m = matrix(n, k)
-        for rows, candidates in tiles[k].items():
-            x = mx.zeros((rows, k), mx.bfloat16)
-            for tile in (_cuda_product.QmvTile(*t) for t in candidates):
+        for rows in (1, 2, 4, 8, 16):
+            chosen = _cuda_product.qmv_tile(rows, n, k, 64)
+            others = [_cuda_product.QmvTile(chosen.rows, *t) for t in tiles[k]]
+            for tile in dict.fromkeys([chosen, *others]):
+                if tile.shared(k, 64) > _cuda_product.SHARED // tile.blocks - 1024:
+                    continue
+                x = mx.zeros((rows, k), mx.bfloat16)
                 out.append(
                     case(
                         f"qmv {n:5}x{k:<5} M {rows:2}",
-                        f"warps {tile.warps} blocks {tile.blocks} take {tile.take}",
+                        " ".join(f"{f} {v}" for f, v in zip(tile._fields, tile, strict=True))
+                        + " *" * (tile == chosen),
                         lambda x=x, m=m, tile=tile: _cuda_product._qmv(
                             x, m, tile, None, None, None, None, 1.0
                         ),

@@ -34,12 +34,6 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[COUNT][4]) {
     asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
 }
 
-// This thread's ordinary and cp.async writes to shared memory can be seen by the tensor cores (after the
-// block's barrier).
-__device__ __forceinline__ void fence_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 #define QRUN_D(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define QRUN_D8(i) \
   QRUN_D(i), QRUN_D(i + 1), QRUN_D(i + 2), QRUN_D(i + 3), QRUN_D(i + 4), QRUN_D(i + 5), QRUN_D(i + 6), QRUN_D(i + 7)

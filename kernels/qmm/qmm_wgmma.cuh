@@ -74,7 +74,7 @@ struct QmmWgmma {
 
   // A lane's share of a run: rows g and g+8.
   struct Piece {
-    uint4 w[2];
+    unsigned w[2][4];
     T scale[2], bias[2];
   };
 
@@ -96,7 +96,7 @@ struct QmmWgmma {
   // By one thread.
   __device__ __forceinline__ void fetch(int run) const {
     const int stage = run % STAGES;
-    copy_barrier_expect(full + stage, STAGE);
+    barrier_expect(full + stage, STAGE);
 #pragma unroll
     for (int h = 0; h < 2; h++)
       copy_bulk(ring + stage * STAGE + h * HALF, x + ((run * 2 + h) * static_cast<long long>(pm) + first_m()) * 64,
@@ -110,7 +110,7 @@ struct QmmWgmma {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const unsigned row = min(first_n() + int(threadIdx.x) / 32 * 16 + lane / 4 + 8 * i, n - 1);
-      p.w[i] = load_stream(w + (row * (unsigned(k) / 8) + at / 8));
+      load_stream(p.w[i], w + (row * (unsigned(k) / 8) + at / 8));
       const unsigned group = row * (unsigned(k) / GROUP) + at / GROUP;
       p.scale[i] = scales[group], p.bias[i] = biases[group];
     }
@@ -125,7 +125,7 @@ struct QmmWgmma {
     Piece next = load_piece(0);
     wait_for_previous_kernel();
     if (threadIdx.x == 0) {
-      for (int s = 0; s < STAGES; s++) copy_barrier_init(full + s, 1), copy_barrier_init(empty + s, THREADS / 32);
+      for (int s = 0; s < STAGES; s++) barrier_init(full + s, 1), barrier_init(empty + s, THREADS / 32);
       for (int s = 0; s < min(STAGES, all); s++) fetch(s);
     }
     __syncthreads();
@@ -138,10 +138,10 @@ struct QmmWgmma {
       row[0].set(now.scale[0], now.bias[0]);
       row[1].set(now.scale[1], now.bias[1]);
       const char* stage = ring + r % STAGES * STAGE;
-      copy_barrier_wait(full + r % STAGES, r / STAGES % 2);
+      barrier_wait(full + r % STAGES, r / STAGES % 2);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const unsigned lo = (&now.w[0].x)[j], hi = (&now.w[1].x)[j];
+        const unsigned lo = now.w[0][j], hi = now.w[1][j];
         const unsigned even[4] = {row[0].low(lo), row[1].low(hi), row[0].low(lo >> 8), row[1].low(hi >> 8)};
         const unsigned odd[4] = {row[0].high(lo), row[1].high(hi), row[0].high(lo >> 8), row[1].high(hi >> 8)};
         wgmma_fence();
@@ -149,10 +149,10 @@ struct QmmWgmma {
         wgmma(acc, odd, wgmma_rows(stage + j / 2 * HALF, j % 2 * 2 + 1), 1, T());
         wgmma_commit();
         wgmma_wait_but<1>();  // the operands before these may be overwritten
-        if (j == 0 && r > 0 && threadIdx.x % 32 == 0) copy_barrier_arrive(empty + (r - 1) % STAGES);
+        if (j == 0 && r > 0 && threadIdx.x % 32 == 0) barrier_arrive(empty + (r - 1) % STAGES);
         // The stage before goes to a run to come, by a thread of each warpgroup in turn.
         if (j == 2 && r > 0 && r - 1 + STAGES < all && threadIdx.x == r % WN * 128) {
-          copy_barrier_wait(empty + (r - 1) % STAGES, (r - 1) / STAGES % 2);
+          barrier_wait(empty + (r - 1) % STAGES, (r - 1) / STAGES % 2);
           fetch(r - 1 + STAGES);
         }
       }

@@ -29,6 +29,7 @@ route = _ext.route
 combine = _ext.combine
 sample = on_host
 gemm = _mlx.gemm
+attend = None
 
 
 def traced(step: Step) -> Step:

@@ -78,17 +78,15 @@ def _qmv(
     scale: float,
 ) -> mx.array:
     rows, group = x.shape[0], m.spec.group_size
-    tiles = ceil_div(m.n, 16)
-    grid = min(tiles, tile.blocks * SMS)
-    chunk, buffers, shared = tile.chunk(rows, m.k, group, ceil_div(tiles, grid))
     weight, eps = norm or (None, 0.0)
     epilogue, constants = _epilogue(bias, residual, activation, scale)
-    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "M": rows}
-    constants |= {"WARPS": tile.warps, "TAKE": tile.take}
+    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "M": tile.rows}
+    constants |= {"WORDS": tile.words, "TAKE": tile.take, "WARPS": tile.warps}
+    constants |= {"ROUNDS": tile.rounds(m.k)}
     constants["G"] = mx.float32 if weight is None else weight.dtype
     source = (
-        "qrun::Qmv<T, S, GROUP, M, WARPS, TAKE>{x, w, scales, biases, w_shape[0], x_shape[1], "
-        f"{chunk}, {buffers}}}.run({pointer('norm', weight, 'G')}, {literal(eps)}, {epilogue});"
+        "qrun::Qmv<T, S, GROUP, M, WORDS, TAKE, WARPS, ROUNDS>{x, w, scales, biases, x_shape[0], "
+        f"w_shape[0], x_shape[1]}}.run({pointer('norm', weight, 'G')}, {literal(eps)}, {epilogue});"
     )
     columns = m.n if activation is None else m.n // 2
     return launch(
@@ -97,57 +95,63 @@ def _qmv(
         {"x": x, **matrix(m), "norm": weight, "bias": bias, "residual": residual},
         {"y": ((rows, columns), x.dtype)},
         constants,
-        (grid, 1, 1),
-        Shape(32 * tile.warps, tile.blocks, shared),
+        (min(ceil_div(m.n, 16), tile.blocks * SMS), ceil_div(rows, tile.rows), 1),
+        Shape(32 * tile.warps, tile.blocks, tile.shared(m.k, group)),
     )[0]
 
 
 class QmvTile(NamedTuple):
-    """Warps of a block of qmv.cuh, blocks an SM shall hold, steps that a warp takes together."""
+    """Of qmv.cuh: rows of x of a block, words a lane holds of a step, steps of a take, warps, and
+    blocks that an SM shall hold.
+    """
 
+    rows: int
+    words: int
+    take: int
     warps: int
     blocks: int
-    take: int
 
-    def chunk(self, rows: int, k: int, group: int, tiles: int) -> tuple[int, int, int]:
-        """k of x held in shared memory at a time; buffers of sums; the bytes of shared memory.
+    def rounds(self, k: int) -> int:
+        return ceil_div(k, 32 * self.words * self.take * self.warps)
 
-        tiles: of one block. Their sums are all kept if x comes in several chunks.
-        """
-        columns = 8 * group // 128
-        sums = ceil_div(rows, columns) * columns
-        step = 128 * self.take
-        steps = ceil_div(k, step)
-
-        def needed(chunk: int, buffers: int) -> int:
-            held = chunk * rows * 2 + chunk // group * sums * 4 + rows * 4
-            return held + buffers * self.warps * rows * 16 * 4
-
-        limit, parts, buffers = SHARED // self.blocks - 1280, 1, 2
-        while needed(ceil_div(steps, parts) * step, buffers) > limit:
-            parts, buffers = parts + 1, tiles
-        chunk = ceil_div(steps, parts) * step
-        return chunk, buffers, needed(chunk, buffers)
+    def shared(self, k: int, group: int) -> int:
+        """Bytes of shared memory: `SHARED` of the kernel."""
+        takes, parts = self.warps * self.rounds(k), 32 * self.words // group
+        x = (takes + 1) * self.take * self.words * self.rows * 64
+        sums = takes * self.take * parts + 4 * self.warps * 16 + self.warps
+        return x + sums * self.rows * 4 + 64
 
 
 def qmv_tile(rows: int, n: int, k: int, group: int) -> QmvTile:
-    """Takes as long as k allows, and as many warps as deal them out evenly."""
-    steps, passes = ceil_div(k, 128), ceil_div(rows, 8 * group // 128)
-    take = 4 if k % 512 == 0 and steps >= 32 and group > 32 else 2
-    if k % 256 or steps < 16 or passes > 4:
-        take = 1
-    if passes > 1 and steps // take > 8:  # the rows of x take registers too
-        take = min(take, 2)
-    if steps // take > 16:  # a long k: two blocks of smaller takes hide more (4096x14336: 13.9 us
-        take = min(take, 2)  # against 15.2)
-    takes = steps // take
-    most = 8 if group == 32 and passes > 2 else 16
-    warps = ceil_div(takes, ceil_div(takes, most))
-    tiles = ceil_div(n, 16)
-    blocks = 2 if warps <= 8 or (rows == 1 and take < 4) else 1
-    if passes > 2 or tiles <= SMS:
-        blocks = 1
-    return QmvTile(warps, blocks, take)
+    """About 16 warps an SM with 8 loads under way each, takes dealt out evenly: the best of 460
+    timings (kernels/qmv/README.md).
+    """
+    rows = ceil_div(rows, ceil_div(rows, 16))
+    while True:
+        tile = _qmv_tile(rows, n, k, group)
+        if tile.shared(k, group) <= SHARED // tile.blocks - 1024:
+            return tile
+        rows = ceil_div(rows, 2)  # x does not fit: several blocks read the same w
+
+
+def _qmv_tile(rows: int, n: int, k: int, group: int) -> QmvTile:
+    # A load of 16 bytes spans two groups of 64, which costs half of the columns of x.
+    words = 2 if rows > group // 16 and group < 128 else 4
+    steps, step = ceil_div(k, 32 * words), 32 * words
+    most = 4 if (steps >= 64 if words == 2 else _long(steps, n)) else 2
+    take = next(t for t in (4, 2, 1) if t <= most and (t == 1 or k % (step * t) == 0))
+    takes = ceil_div(steps, take)
+    widest = 28 if words == 4 and rows > 2 else 16
+    warps = ceil_div(takes, ceil_div(takes, widest))
+    blocks = max(1, min(4, 16 // warps))
+    if words == 4 and rows <= 2 and takes > warps:
+        blocks = 2
+    return QmvTile(rows, words, take, warps, blocks)
+
+
+def _long(steps: int, n: int) -> bool:
+    """Whether takes of four steps leave enough of them, and not too many."""
+    return 32 <= steps <= 64 or (steps >= 16 and n >= 8192)
 
 
 def _plain(

@@ -74,6 +74,9 @@ def _products() -> None:
             for rows in (1, 4, 8, 12, 16):  # one for each number of passes
                 x = mx.zeros((rows, m.k), dtype)
                 _cuda.qmv(x, m, **(none if dtype == f16 else all_behind(x)))
+            for k in (576, 1024, 2048, 14336):  # one for each number of steps a take, and of warps
+                x = mx.zeros((1, k), dtype)
+                _cuda.qmv(x, _matrix(m.spec, scales, k=k - k % group), **none)
             for rows in (17, 64, 128):
                 x = mx.zeros((rows, m.k), dtype)
                 _cuda.qmm(x, m, **(none if dtype == f16 else all_behind(x)))
@@ -114,6 +117,23 @@ def _rest() -> None:
                 k_norm=weight,
                 eps=1e-6,
             )
+            for heads, capacity in ((2, 256), (6, 64), (16, 256)):
+                held = mx.zeros((1, 2, capacity, d), dtype)
+                for norm, half in ((weight, d // 2), (None, d // 4)):
+                    _cuda.attend(
+                        mx.zeros((1, (heads + 4) * d), dtype),
+                        held,
+                        held,
+                        offset,
+                        mx.zeros((256, half, 2)),
+                        heads=heads,
+                        q_norm=norm,
+                        k_norm=norm,
+                        eps=1e-6,
+                        scale=0.125,
+                        window=0,
+                        softcap=0.0,
+                    )
             for heads, length in ((2, 1), (6, 1), (8, 1), (2, 64)):
                 _cuda.sdpa(
                     mx.zeros((1, heads, length, d), dtype),
