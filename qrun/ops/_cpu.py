@@ -23,12 +23,13 @@ GATHERS = True
 AHEAD = 96 << 10  # bytes a token that MLX may allocate ahead of the ops that write them
 
 rms_norm = _ext.rms_norm
+rms_norm_parts = _ext.rms_norm_parts
 swiglu = _ext.swiglu
+softcap = _ext.softcap
 argmax = _ext.argmax
 route = _ext.route
 combine = _ext.combine
 sample = on_host
-gemm = _mlx.gemm
 attend = None
 
 
@@ -143,6 +144,21 @@ def _product(
         activation=activation or "none",
         scale=scale,
     )
+
+
+def gemm(
+    x: mx.array,
+    w: mx.array,
+    *,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    """Many rows, and activations: MLX's float32 product, which no program can hold."""
+    if x.shape[0] > QMV_ROWS or activation is not None:
+        return _mlx.gemm(x, w, bias=bias, residual=residual, activation=activation, scale=scale)
+    return _ext.gemm(x, w, bias=bias, residual=residual, scale=scale)
 
 
 def gather_qmm(

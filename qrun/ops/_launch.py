@@ -7,7 +7,7 @@ CPU kernels of `qrun._ext`, else MLX's own products in float32 (right, and slow 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -56,9 +56,11 @@ class Backend(Protocol):
     rope: Callable[..., tuple[mx.array, mx.array, mx.array]]
     # rope and sdpa of one new token as one kernel, which may answer None; None: there is none.
     attend: Callable[..., tuple[mx.array, mx.array, mx.array] | None] | None
-    rms_norm: Callable[[mx.array, mx.array, float], mx.array]
+    rms_norm: Callable[[mx.array, mx.array, float, mx.array | None], mx.array]
+    rms_norm_parts: Callable[[mx.array, Sequence[mx.array], float], mx.array] | None
     embedding: Callable[..., mx.array]
     swiglu: Callable[[mx.array], mx.array]
+    softcap: Callable[[mx.array, float], mx.array]
     argmax: Callable[[mx.array, int], mx.array]
     sample: Callable[..., mx.array]
 
