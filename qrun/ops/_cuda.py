@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 NAME = "cuda"
-QMV_ROWS = 16
+QMV_ROWS = 8
 PREFILL_ROWS = 2048
 GATHERS = False
 
