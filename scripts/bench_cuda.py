@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun.ops import _cuda_attend, _cuda_product, _cuda_rows
+from qrun.ops import _cuda_attend, _cuda_mixture, _cuda_product, _cuda_rows
 from qrun.ops._cuda_launch import TYPES, Kernel, Output, ceil_div, run_by
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import Quantization
@@ -85,8 +85,10 @@ def case(
         run()
     lines: list[str] = []
     for name, a in recording.arrays.items():
-        kind = f"'{KINDS[name]}'" if name in KINDS else "'i'" if name == "offset" else "0"
-        value = int(a.item()) if name == "offset" else 0
+        # Indices are zeros, but for the offset; every other array is filled with NaN.
+        indices = name == "offset" or (a.dtype == mx.int32 and name in ("row", "expert", "place"))
+        kind = f"'{KINDS[name]}'" if name in KINDS else "'i'" if indices else "0"
+        value = int(a.reshape(-1)[0].item()) if indices else 0
         rotating = str(name in ROTATING).lower()
         lines.append(f'{{"{name}", {a.nbytes}u, {kind}, {rotating}, {value}}}')
     moved = sum(a.nbytes for n, a in recording.arrays.items() if n in KINDS or n == "y")
@@ -273,6 +275,24 @@ def odd_cases() -> list[str]:
     add("rms_norm", lambda: _cuda_rows.rms_norm(mx.zeros((3, 77), bf16), mx.zeros(77, bf16), 1e-5))
     add("swiglu", lambda: _cuda_rows.swiglu(mx.zeros((3, 154), bf16)))
     add("argmax", lambda: _cuda_rows.argmax(mx.zeros((2, 777), bf16), 770))
+    x = mx.zeros((3, 77), bf16)
+    add("rms_norm with a residual", lambda: _cuda_rows.rms_norm(x, mx.zeros(77, bf16), 1e-5, x))
+    two = [mx.zeros(24, bf16), mx.zeros(13, bf16)]
+    add("rms_norm of parts", lambda: _cuda_rows.rms_norm_parts(x, two, 1e-5))
+    add("softcap", lambda: _cuda_rows.softcap(x, 2.0))
+    wide = mx.zeros((3, 96), bf16)
+    add("gemm", lambda: _cuda_product.gemm(wide, mx.zeros((37, 96), bf16), **NONE))
+    logits = mx.zeros((7, 37), bf16)
+    add("route", lambda: _cuda_mixture.route(logits, 3, False))
+    row, expert = mx.zeros(21, mx.int32), mx.zeros(21, mx.int32)
+    share, rest = mx.zeros((7, 3), mx.float32), mx.zeros((7, 50), bf16)
+    made = mx.zeros((21, 50), bf16)
+    add("combine", lambda: _cuda_mixture.combine(made, row.reshape(7, 3), share, rest))
+    experts, few = matrix(5 * 50, 96, 32), mx.zeros((21, 96), bf16)
+    how = {"count": 5, "activation": "swiglu", "grouped": True}
+    add("gather_qmm of few", lambda: _cuda_mixture.gather_qmm(few, experts, row, expert, **how))
+    many, last = mx.zeros((300, 96), bf16), mx.zeros(300, mx.int32)
+    add("gather_qmm of many", lambda: _cuda_mixture.gather_qmm(many, experts, None, last, **how))
     f32 = mx.zeros((5, 96), mx.float32)
     add("qmv plain", lambda: _cuda_product.qmv(f32, m, **NONE, norm=None))
     for heads, kv, d, capacity, at in (

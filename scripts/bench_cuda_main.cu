@@ -61,6 +61,7 @@ static Buffers buffers(const Case& c, int copies) {
     b.base[a.name] = pool[a.name];
     if (a.rotating) b.stride[a.name] = stride;
     if (a.kind == 'i') {
+      CHECK(cudaMemset(pool[a.name], 0, all));
       CHECK(cudaMemcpy(pool[a.name], &a.value, 4, cudaMemcpyHostToDevice));
     } else if (a.kind) {
       fill<<<2048, 256>>>(pool[a.name], all / (a.kind == 'u' ? 4 : 2), a.kind, unsigned(a.name[0]) * 77);

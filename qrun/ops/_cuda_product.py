@@ -128,6 +128,7 @@ class QmvTile(NamedTuple):
         return x + sums * self.rows * 4
 
 
+@cache
 def qmv_tile(rows: int, n: int, k: int, group: int) -> QmvTile:
     """About 16 warps an SM with 8 loads under way each, takes dealt out evenly: the best of 460
     timings (kernels/qmv/README.md).
@@ -276,6 +277,11 @@ def qmm_tile(rows: int, n: int, k: int, group: int, alike: bool = True) -> MmaTi
     """The quickest by an estimate. alike: scales are of x's type."""
     if generation() != 9 or not alike:
         return mma_tile(rows, n, group)
+    return _wgmma_tile(rows, n, k)
+
+
+@cache
+def _wgmma_tile(rows: int, n: int, k: int) -> WgmmaTile:
     most = min(16, ceil_div(k, 256))  # every split has two runs
     every = (t._replace(splits=s) for t in WGMMA_TILES for s in range(1, most + 1))
     return min(every, key=lambda tile: _microseconds(tile, rows, n, k))
