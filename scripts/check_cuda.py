@@ -417,10 +417,15 @@ def against_mlx() -> Iterator[str]:
             ref = f64(x) @ dense(m).T
             op = _cuda.qmv if rows <= 8 else _cuda.qmm
             ours = op(x, m, norm=None, bias=None, residual=None, activation=None, scale=1.0)
-            mlx = mx.quantized_matmul(x, m.w, m.scales, m.biases, group_size=64, bits=4)
+            mlx = mx.quantized_matmul(x, *_arrays(m), group_size=64, bits=4)
             rounded = mx.array(ref.astype(np.float32)).astype(BF)  # what no kernel can avoid
             ours, mlx, least = (_rms(f64(y) - ref) / _rms(ref) for y in (ours, mlx, rounded))
             yield f"{n}x{k} M {rows}: ours {ours:.2e}, MLX {mlx:.2e}, rounding alone {least:.2e}"
+
+
+def _arrays(m: QuantizedMatrix) -> tuple[mx.array, mx.array, mx.array]:
+    assert m.w is not None and m.scales is not None and m.biases is not None
+    return m.w, m.scales, m.biases
 
 
 def _rms(a: Array) -> float:

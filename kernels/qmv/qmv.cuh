@@ -329,6 +329,8 @@ struct Qmv {
     Held held;  // the first loads are under way while x is prepared
     if (take < takes) load_held(held, tile, take);
     place();
+    if (weight)  // of the norm: other weights have pushed it out of L2 since it was used last
+      for (int i = threadIdx.x * 64; i < k; i += THREADS * 64) prefetch(weight + i);
     if (!expert) wait_for_previous_kernel();
     prepare_x(weight, eps);
     __syncthreads();

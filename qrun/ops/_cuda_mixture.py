@@ -34,7 +34,7 @@ def route(
         },
         {"TOP": top, "EACH": ceil_div(experts, 32)},
         (1, 1, 1),
-        Shape(32 * tokens, 1, pairs * 4),
+        Shape(32 * tokens, 1, ceil_div(pairs, 4) * 16),  # whole 16 bytes: ptx.cuh's type
     )
     return expert, row, place, share
 
