@@ -31,7 +31,7 @@ STEPS = 32
 # N x K of layers of small and large models, odd K included.
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (1536, 576), (576, 1536))
 LADDER_SHAPES = ((4096, 4096), (1536, 576))  # N x K
-PATIENCE = 10.0  # seconds: a peer that takes longer is asked once, and not once a round
+PATIENCE = 10.0  # seconds: a peer that takes longer to answer is asked once, not once a round
 COLD_BYTES = 512 << 20  # matrices rotated through: more than any cache that is ours alone
 
 
@@ -97,12 +97,15 @@ class Turns:
         """Medians of rates, and of ratios within a round. The first round warms up."""
         own: list[float] = []
         others: dict[str, list[float]] = {peer.name: [] for peer in self.peers}
+        waited = dict.fromkeys(others, 0.0)  # a decode's prefill included
         for _ in range(rounds + 1):
             own.append(self.run())
             for peer in self.peers:
                 taken = others[peer.name]
-                if not taken or taken[-1] < PATIENCE:
+                if waited[peer.name] < PATIENCE:
+                    start = time.perf_counter()
                     taken.append(peer.seconds(what, self.ids, STEPS))
+                    waited[peer.name] = time.perf_counter() - start
         pairs = {n: list(zip(own, taken, strict=False)) for n, taken in others.items()}
         warm = {n: p[1:] or p for n, p in pairs.items()}
         work = tokens if what == "prefill" else STEPS

@@ -52,7 +52,7 @@ def table(rows: Sequence[Row]) -> str:
         [line[0].ljust(first), *(c.rjust(w) for c, w in zip(line[1:], rest, strict=True))]
         for line in lines
     ]
-    return "\n".join("  ".join(cells) for cells in padded)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def plot(measured: dict[str, Any], path: Path) -> None:
