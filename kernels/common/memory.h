@@ -1,0 +1,19 @@
+// Memory of results and of scratch: begins with a cache line, and large blocks are used again.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "mlx/allocator.h"
+
+namespace qrun {
+
+constexpr size_t kLine = 64;  // a register or a tile's row that spans two lines costs twice
+
+// At least `bytes` of memory, with whatever was in it. Whoever holds it last gives it back.
+mlx::core::allocator::Data block(size_t bytes);
+
+// Bytes from p to the next cache line.
+inline size_t to_line(const void* p) { return -reinterpret_cast<uintptr_t>(p) & (kLine - 1); }
+
+}  // namespace qrun
