@@ -8,12 +8,15 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from qrun import __version__, printing, reading
 from qrun.errors import QrunError, UsageError
+
+if TYPE_CHECKING:
+    from qrun.ops.matrix import Activations
 
 EXIT_CODES = """\b
 Exit codes:
@@ -69,6 +72,13 @@ def cli(debug: bool) -> None:
     type=click.Choice(["float32", "float16", "bfloat16"]),
     help="Type of activations and cache. Default: float32 on a CPU, the model's own on a GPU.",
 )
+@click.option(
+    "--activations",
+    type=click.Choice(["default", "exact", "int8"]),
+    default="default",
+    show_default=True,
+    help="CPU: how products read activations. int8: faster and less precise.",
+)
 @click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: all it may use.")
 @click.option(
     "--no-tune", is_flag=True, help="Apple GPU: kernels by a table, not timed on the first load."
@@ -97,6 +107,7 @@ def generate(
     seed: int | None,
     revision: str | None,
     dtype: str | None,
+    activations: Activations,
     threads: int | None,
     no_tune: bool,
     stats: bool,
@@ -122,6 +133,7 @@ def generate(
         model,
         revision=revision,
         dtype=dtype,
+        activations=activations,
         tune=False if no_tune else None,
         show=printing.status_line(not quiet),
     )
@@ -240,6 +252,13 @@ def convert(
     help="Run a peer in turn: a command that speaks scripts/peers/README.md. Repeatable.",
 )
 @click.option(
+    "--activations",
+    type=click.Choice(["default", "exact", "int8"]),
+    default="default",
+    show_default=True,
+    help="CPU: how products read activations. int8: faster and less precise.",
+)
+@click.option(
     "--tune/--no-tune",
     default=None,
     help="Apple GPU: time all of MODEL's kernels again, or take a table's. Default: what is new.",
@@ -255,6 +274,7 @@ def bench(
     group_size: int,
     rounds: int,
     peers: tuple[str, ...],
+    activations: Activations,
     tune: bool | None,
     as_json: bool,
     out: Path | None,
@@ -283,7 +303,7 @@ def bench(
         rows += measure.bench_kernels(spec=spec, rounds=rounds, progress=progress)
         rows += measure.bench_ladder(spec=spec, progress=progress)
     if model is not None:
-        loaded = qrun.load(model, tune=tune, show=progress)
+        loaded = qrun.load(model, activations=activations, tune=tune, show=progress)
         others = [measure.Peer(shlex.split(command)) for command in peers]
         try:
             rows += measure.bench_model(loaded, others, rounds=rounds, progress=progress)

@@ -115,6 +115,8 @@ Matrix format_of(const std::string& op, int n, int k, int bits, int group, Type 
 Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits, int group,
                  Type scales, const std::string& mode, int count = 1);
 
+// How many digits "default", "exact" or "int8" mean for x of that type and a few or many rows.
+int count_of_digits(const std::string& at, const std::string& activations, Type x, bool few);
 // How m rows of x are written against w, in `count` digits: tiles of what height, for which kernel.
 Digits digits_of(const Kernels& run, const Matrix& w, int m, int count);
 constexpr size_t kShareBytes = 64 << 10;   // packed bytes worth handing to another thread
@@ -123,7 +125,7 @@ constexpr size_t kPanelBytes = 768 << 10;  // digits of x that stay in L2 while 
 mx::array gather_qmm(const mx::array& x, const mx::array& packed,
                      const std::optional<mx::array>& row, const mx::array& expert, int count, int n,
                      int k, int bits, int group, Type scales, const std::string& mode,
-                     const std::string& activation);
+                     const std::string& activation, const std::string& activations);
 std::vector<mx::array> route(const mx::array& logits, int top, bool renormalize);
 mx::array combine(const mx::array& x, const mx::array& place, const mx::array& share,
                   const mx::array& residual);

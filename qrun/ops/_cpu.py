@@ -120,6 +120,7 @@ def _product(
         bias=bias,
         residual=residual,
         activation=activation or "none",
+        activations=m.activations,
         scale=scale,
     )
 
@@ -146,6 +147,7 @@ def gather_qmm(
         m.spec.group_size,
         scale_dtype=_scales(m),
         activation=activation or "none",
+        activations=m.activations,
         mode=m.spec.mode,
     )
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
 
 from qrun.ops import _launch
 from qrun.quantization import Quantization
+
+# How a product on a CPU reads x: float32's 24 bits, 16 where a 16-bit x would show no more; always
+# 24; or 8.
+Activations = Literal["default", "exact", "int8"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class QuantizedMatrix:
     biases: mx.array | None
     packed: mx.array | None = None
     scale_dtype: mx.Dtype = mx.float16
+    activations: Activations = "default"  # only the CPU's own kernels know others
 
     @staticmethod
     def of(
