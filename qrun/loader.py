@@ -20,6 +20,7 @@ from qrun.checkpoint import Checkpoint, Tensor
 from qrun.config import Config, read_json
 from qrun.declared import Declared
 from qrun.errors import CheckpointError, UsageError
+from qrun.hardware import sparing
 from qrun.hub import locate
 from qrun.ops import _launch
 from qrun.ops.matrix import Activations
@@ -53,6 +54,7 @@ class LoadedModel:
 
     model: Model
     tokenizer: Tokenizer
+    vocab: int  # ids at or above it mean nothing
     folder: Path
     dtype: mx.Dtype
     context: int  # positions the model was made for
@@ -82,12 +84,16 @@ def load(
     activations: on a CPU, how products read them. "default" loses nothing that a result shows,
     "exact" keeps float32's 24 bits for 16-bit types too, "int8" keeps 8 (faster, less precise).
     tune: where a backend has kernels to choose from (Metal), time those that this machine has not
-    timed yet (None), all of them (True), or none and go by a table (False). show: its progress.
+    timed yet (None), all of them (True), or none and go by a table (False).
+    show: told what takes long, now or at first use (timing on Metal, compiling on CUDA).
     Raises ModelNotFoundError or CheckpointError, each in one line that names the file.
     """
     start = time.perf_counter()
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
+    if tune and not _launch.can_tune():
+        raise UsageError(f"{_launch.backend().NAME} has no kernels to choose from: nothing to tune")
+    _launch.show_by(show)
     folder = locate(model, revision=revision)
     config, build = read_config(folder)
     checkpoint = Checkpoint(folder)
@@ -99,10 +105,12 @@ def load(
         raise UsageError(f"activations must be default, exact or int8, not {activations!r}")
     if activations != "default" and _launch.backend().NAME != "cpu":
         raise UsageError(f"activations={activations}: only the CPU's own kernels have a choice")
-    weights = Weights(checkpoint, Declared(config), compute, activations=activations)
-    built = build(config, weights)
-    weights.finish(folder)
-    tokenizer = Tokenizer(folder)
+    with sparing():
+        tokenizer = Tokenizer(folder)  # first: weights fill the holes that reading it leaves
+        weights = Weights(checkpoint, Declared(config), compute, activations=activations)
+        built = build(config, weights)  # a matrix is packed while the next ones are read
+        weights.finish(folder)
+        mx.synchronize()
     context = config.int("max_position_embeddings", 2048)
     notes = grouped(weights.slow)
     if weights.dtype != compute:
@@ -112,15 +120,11 @@ def load(
         notes.append(f"config.json: not used: {', '.join(ignored)}")
     if tune is not False:
         step = partial(untried_step, built, weights.dtype, context)
-        timed = _launch.tune(step, again=tune is True, show=show)
-        if tune and timed is None:
-            raise UsageError(
-                f"{_launch.backend().NAME} has no kernels to choose from: nothing to tune"
-            )
-        notes += timed or []
+        notes += _launch.tune(step, again=tune is True, show=show)
     return LoadedModel(
         model=built,
         tokenizer=tokenizer,
+        vocab=tokenizer.size_within(config.int("vocab_size")),
         folder=folder,
         dtype=weights.dtype,
         context=context,
