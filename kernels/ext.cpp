@@ -57,13 +57,14 @@ NB_MODULE(_ext, m) {
       "gather_qmm",
       [](const array& x, const array& packed, const array& expert, const Maybe& row, int count,
          int n, int k, int bits, int group_size, Dtype scale_dtype, const std::string& activation,
-         const std::string& mode) {
+         const std::string& activations, const std::string& mode) {
         return qrun::gather_qmm(x, packed, row, expert, count, n, k, bits, group_size,
                                 qrun::type_of(scale_dtype, "gather_qmm", "scale_dtype"), mode,
-                                activation);
+                                activation, activations);
       },
       "x"_a, "packed"_a, "expert"_a, "row"_a.none(), "count"_a, "n"_a, "k"_a, "bits"_a,
-      "group_size"_a, nb::kw_only(), "scale_dtype"_a, "activation"_a = "none", "mode"_a = "affine");
+      "group_size"_a, nb::kw_only(), "scale_dtype"_a, "activation"_a = "none",
+      "activations"_a = "default", "mode"_a = "affine");
   m.def(
       "route",
       [](const array& logits, int top, bool renormalize) {

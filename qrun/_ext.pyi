@@ -65,6 +65,7 @@ def gather_qmm(
     *,
     scale_dtype: mx.Dtype,
     activation: Activation = "none",
+    activations: Activations = "default",
     mode: str = "affine",
 ) -> mx.array:  # (R, N), or (R, N/2) when gated
     """RuntimeError at evaluation where an index is outside."""

@@ -8,12 +8,15 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from qrun import __version__, printing, reading
 from qrun.errors import QrunError, UsageError
+
+if TYPE_CHECKING:
+    from qrun.ops.matrix import Activations
 
 EXIT_CODES = """\b
 Exit codes:
@@ -69,6 +72,13 @@ def cli(debug: bool) -> None:
     type=click.Choice(["float32", "float16", "bfloat16"]),
     help="Type of activations and cache. Default: float32 on a CPU, the model's own on a GPU.",
 )
+@click.option(
+    "--activations",
+    type=click.Choice(["default", "exact", "int8"]),
+    default="default",
+    show_default=True,
+    help="CPU: how products read activations. int8: faster and less precise.",
+)
 @click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: all it may use.")
 @click.option(
     "--no-tune", is_flag=True, help="Apple GPU: kernels by a table, not timed on the first load."
@@ -97,6 +107,7 @@ def generate(
     seed: int | None,
     revision: str | None,
     dtype: str | None,
+    activations: Activations,
     threads: int | None,
     no_tune: bool,
     stats: bool,
@@ -122,6 +133,7 @@ def generate(
         model,
         revision=revision,
         dtype=dtype,
+        activations=activations,
         tune=False if no_tune else None,
         show=printing.status_line(not quiet),
     )
@@ -247,6 +259,13 @@ def convert(
     help="What llama.cpp runs: MODEL in a format of its own, Q4_0 say. Repeatable.",
 )
 @click.option(
+    "--activations",
+    type=click.Choice(["default", "exact", "int8"]),
+    default="default",
+    show_default=True,
+    help="CPU: how products read activations. int8: faster and less precise.",
+)
+@click.option(
     "--tune/--no-tune",
     default=None,
     help="Apple GPU: time all of MODEL's kernels again, or take a table's. Default: what is new.",
@@ -263,6 +282,7 @@ def bench(
     rounds: int,
     peers: tuple[str, ...],
     ggufs: tuple[Path, ...],
+    activations: Activations,
     tune: bool | None,
     as_json: bool,
     out: Path | None,
@@ -290,7 +310,11 @@ def bench(
     wanted = asked(peers, ggufs)
     progress = printing.status_line(not as_json)
     # First, since all that can be wrong is wrong there.
-    loaded = None if model is None else qrun.load(model, tune=tune, show=progress)
+    loaded = (
+        None
+        if model is None
+        else qrun.load(model, activations=activations, tune=tune, show=progress)
+    )
     rows: list[measure.Row] = []
     if kernels:
         spec = Quantization(4, group_size)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import mlx.core as mx
 
@@ -23,6 +23,7 @@ from qrun.errors import CheckpointError, UsageError
 from qrun.hardware import sparing
 from qrun.hub import locate
 from qrun.ops import _launch
+from qrun.ops.matrix import Activations
 from qrun.paths import MODELS
 from qrun.tokenizer import Tokenizer
 from qrun.weights import Weights
@@ -72,6 +73,7 @@ def load(
     *,
     revision: str | None = None,
     dtype: str | None = None,
+    activations: Activations = "default",
     tune: bool | None = None,
     show: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
@@ -79,6 +81,8 @@ def load(
 
     revision: of the hub repository. dtype: float32, float16 or bfloat16 for activations and cache;
     by default float32 on a CPU, and the checkpoint's 16-bit type on a GPU.
+    activations: on a CPU, how products read them. "default" loses nothing that a result shows,
+    "exact" keeps float32's 24 bits for 16-bit types too, "int8" keeps 8 (faster, less precise).
     tune: where a backend has kernels to choose from (Metal), time those that this machine has not
     timed yet (None), all of them (True), or none and go by a table (False).
     show: told what takes long, now or at first use (timing on Metal, compiling on CUDA).
@@ -97,9 +101,13 @@ def load(
     problem = _launch.native_problem()
     if problem and mx.default_device().type == mx.cpu:
         warnings.warn(f"{problem}: using MLX's own slow CPU product", stacklevel=2)
+    if activations not in get_args(Activations):
+        raise UsageError(f"activations must be default, exact or int8, not {activations!r}")
+    if activations != "default" and _launch.backend().NAME != "cpu":
+        raise UsageError(f"activations={activations}: only the CPU's own kernels have a choice")
     with sparing():
         tokenizer = Tokenizer(folder)  # first: weights fill the holes that reading it leaves
-        weights = Weights(checkpoint, Declared(config), compute)
+        weights = Weights(checkpoint, Declared(config), compute, activations=activations)
         built = build(config, weights)  # a matrix is packed while the next ones are read
         weights.finish(folder)
         mx.synchronize()

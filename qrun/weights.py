@@ -27,6 +27,7 @@ from qrun.layers import (
     Stacked,
 )
 from qrun.ops import QuantizedMatrix, _launch
+from qrun.ops.matrix import Activations
 from qrun.quantization import Quantization, infer
 
 ENOUGH = 500  # problems after which none is looked for
@@ -52,6 +53,7 @@ class Weights:
         dtype: mx.Dtype,
         *,
         pack: bool = True,
+        activations: Activations = "default",
         prefix: str = "",
         root: Weights | None = None,
     ) -> None:
@@ -62,6 +64,7 @@ class Weights:
         self._root = root or self
         if root is None:
             self.pack = pack  # False: leave matrices as the file has them, nothing is evaluated
+            self.activations: Activations = activations  # of all products
             self.problems: list[str] = []
             self.taken: set[str] = set()
             self.dropped: set[str] = set()  # taken, but not needed
@@ -337,7 +340,8 @@ class Weights:
             types = [str(a.dtype).removeprefix("mlx.core.") for a in (offset, scale)]
             self._note(f"{path}.biases is {types[0]}, but scales are {types[1]}")
             return None
-        return QuantizedMatrix.of(weight, scale, offset, spec)
+        matrix = QuantizedMatrix.of(weight, scale, offset, spec)
+        return replace(matrix, activations=self._root.activations)
 
     def _join(
         self,
@@ -379,8 +383,8 @@ def _rows(part: QuantizedLinear | Linear, rows: slice | mx.array) -> QuantizedLi
         return Linear(part.weight[rows], bias)
     w, scales, biases = (take(a) for a in (part.matrix.w, part.matrix.scales, part.matrix.biases))
     assert w is not None
-    assert scales is not None
-    return QuantizedLinear(QuantizedMatrix.of(w, scales, biases, part.matrix.spec), bias)
+    matrix = replace(part.matrix, n=w.shape[0], w=w, scales=scales, biases=biases)
+    return QuantizedLinear(matrix, bias)
 
 
 def _float_scales(m: QuantizedMatrix) -> QuantizedMatrix:

@@ -23,6 +23,9 @@ struct Pages {
     void* m = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (m == MAP_FAILED) throw std::bad_alloc();
     p = static_cast<char*>(m);
+#if defined(__linux__)  // as the weights have them (memory.cpp)
+    (void)madvise(m, n, MADV_HUGEPAGE);
+#endif
   }
   ~Pages() { munmap(p, bytes); }
   Pages(const Pages&) = delete;

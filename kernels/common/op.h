@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "memory.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
@@ -63,12 +64,10 @@ void enqueue(mx::Stream s, F&& f) {
     mx::cpu::get_command_encoder(s).dispatch(std::forward<F>(f));
 }
 
-// Memory for one evaluation, released when the tasks that use it are done. It begins with a cache
-// line: a register or a tile's row that spans two costs twice.
+// Memory for one evaluation, released when the tasks that use it are done.
 inline void* scratch(size_t bytes, mx::Stream s) {
-  mx::array a(mx::allocator::malloc(bytes + 64), {static_cast<int>(1)}, mx::uint8);
-  void* p =
-      reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(a.data<char>()) + 63) & ~uintptr_t{63});
+  mx::array a(block(bytes + kLine), {static_cast<int>(1)}, mx::uint8);
+  char* p = a.data<char>() + to_line(a.data<char>());
   if (recording)
     recording->memory.push_back(std::move(a));
   else
@@ -92,7 +91,9 @@ class CpuPrimitive : public mx::Primitive {
 // Result arrays get their memory when the op is evaluated.
 template <class T>
 T* allocate(mx::array& out) {
-  out.set_data(mx::allocator::malloc(out.nbytes()));
+  mx::allocator::Data data = block(out.nbytes() + kLine);
+  const size_t skip = to_line(data.buffer().raw_ptr());
+  out.set_data(std::move(data), out.size(), out.strides(), out.flags(), skip);
   return reinterpret_cast<T*>(out.data<char>());
 }
 
@@ -114,6 +115,8 @@ Matrix format_of(const std::string& op, int n, int k, int bits, int group, Type 
 Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits, int group,
                  Type scales, const std::string& mode, int count = 1);
 
+// How many digits "default", "exact" or "int8" mean for x of that type and a few or many rows.
+int count_of_digits(const std::string& at, const std::string& activations, Type x, bool few);
 // How m rows of x are written against w, in `count` digits: tiles of what height, for which kernel.
 Digits digits_of(const Kernels& run, const Matrix& w, int m, int count);
 constexpr size_t kShareBytes = 64 << 10;   // packed bytes worth handing to another thread
@@ -122,7 +125,7 @@ constexpr size_t kPanelBytes = 768 << 10;  // digits of x that stay in L2 while 
 mx::array gather_qmm(const mx::array& x, const mx::array& packed,
                      const std::optional<mx::array>& row, const mx::array& expert, int count, int n,
                      int k, int bits, int group, Type scales, const std::string& mode,
-                     const std::string& activation);
+                     const std::string& activation, const std::string& activations);
 std::vector<mx::array> route(const mx::array& logits, int top, bool renormalize);
 mx::array combine(const mx::array& x, const mx::array& place, const mx::array& share,
                   const mx::array& residual);

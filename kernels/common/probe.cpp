@@ -17,16 +17,19 @@ void read(const void* p, size_t bytes) {
   (void)sink;
 }
 
-// kind 0: float multiply-add; 1: byte dot product. Twelve independent chains hide the latency.
+// kind 0: float multiply-add; 1: byte dot product. Twelve independent chains hide the latency,
+// if all loops are unrolled: one that is not keeps them in memory.
 double peak(int kind, long rounds) {
   constexpr int chains = 12;
   static volatile int zero = 0;
   if (kind == 0) {
     f32x16 acc[chains], a = splat(1.0f + zero), b = splat(0.0f + zero);
+    QRUN_UNROLL
     for (int i = 0; i < chains; i++) acc[i] = splat((float)i);
     for (long r = 0; r < rounds; r++) QRUN_UNROLL
     for (int i = 0; i < chains; i++) acc[i] = fma(acc[i], a, b);
     f32x16 s = splat(0);
+    QRUN_UNROLL
     for (int i = 0; i < chains; i++) s = s + acc[i];
     volatile float sink = sum(s);
     (void)sink;
@@ -35,10 +38,12 @@ double peak(int kind, long rounds) {
   i32x16 acc[chains], codes = splat_i(zero + 0x01020304);
   alignas(64) int8_t x[4 * chains] = {};
   x[zero] = 1;
+  QRUN_UNROLL
   for (int i = 0; i < chains; i++) acc[i] = splat_i(i);
   for (long r = 0; r < rounds; r++) QRUN_UNROLL
   for (int i = 0; i < chains; i++) acc[i] = dot_small(acc[i], codes, x + 4 * i);
   i32x16 s = splat_i(0);
+  QRUN_UNROLL
   for (int i = 0; i < chains; i++) s = s + acc[i];
   volatile int sink = sum(s);
   (void)sink;

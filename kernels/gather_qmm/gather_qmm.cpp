@@ -28,8 +28,8 @@ struct Piece {
 
 class GatherQmm : public CpuPrimitive {
  public:
-  GatherQmm(mx::Stream s, Matrix w, int experts, Epilogue e)
-      : CpuPrimitive(s), w_(w), experts_(experts), e_(e) {}
+  GatherQmm(mx::Stream s, Matrix w, int experts, Epilogue e, int digits)
+      : CpuPrimitive(s), w_(w), experts_(experts), e_(e), digits_(digits) {}
   const char* name() const override { return "qrun_gather_qmm"; }
 
   // in: x, packed, expert, [row]
@@ -46,7 +46,7 @@ class GatherQmm : public CpuPrimitive {
     t.rows = out[0].shape(0);
     t.expert = reinterpret_cast<const int*>(dense(in[2], stream()));
     t.row = in.size() > 3 ? reinterpret_cast<const int*>(dense(in[3], stream())) : nullptr;
-    t.count = w_.fp8 ? kFloats : e_.type == Type::f32 || t.rows <= kAlikeRows ? 3 : 2;
+    t.count = w_.fp8 ? kFloats : digits_;
     // The rows that fill up tiles are at most as many as there are (9 of 16).
     const size_t most = 2 * static_cast<size_t>(t.rows);
     // On a matrix unit a digit is a bfloat16.
@@ -144,6 +144,7 @@ class GatherQmm : public CpuPrimitive {
   Matrix w_;
   int experts_;
   Epilogue e_;
+  int digits_;
 };
 
 }  // namespace
@@ -151,7 +152,7 @@ class GatherQmm : public CpuPrimitive {
 mx::array gather_qmm(const mx::array& x, const mx::array& packed,
                      const std::optional<mx::array>& row, const mx::array& expert, int count, int n,
                      int k, int bits, int group, Type scales, const std::string& mode,
-                     const std::string& activation) {
+                     const std::string& activation, const std::string& activations) {
   const std::string at = "gather_qmm: ";
   require(x.ndim() == 2 && x.shape(1) == k,
           at + "x has shape " + text(x.shape()) + ", expected (M, " + std::to_string(k) + ")");
@@ -169,8 +170,10 @@ mx::array gather_qmm(const mx::array& x, const mx::array& packed,
   e.scale = 1;
   e.activation = activation_of(at, activation, n);
   const int width = e.activation == Activation::none ? n : n / 2;
+  const int digits = count_of_digits(at, activations, e.type, expert.shape(0) <= kAlikeRows);
   return mx::array({expert.shape(0), width}, x.dtype(),
-                   std::make_shared<GatherQmm>(cpu_stream(), w, count, e), std::move(inputs));
+                   std::make_shared<GatherQmm>(cpu_stream(), w, count, e, digits),
+                   std::move(inputs));
 }
 
 }  // namespace qrun

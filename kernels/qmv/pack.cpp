@@ -108,7 +108,8 @@ class Pack : public CpuPrimitive {
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     Source s{reinterpret_cast<const uint32_t*>(dense(in[0], stream())), dense(in[1], stream()),
              in.size() > 2 ? dense(in[2], stream()) : nullptr, bits_};
-    enqueue(stream(), [m = m_, s, blocks = m_.blocks() * count_, to = allocate<uint8_t>(out[0])] {
+    settle(out[0]);
+    enqueue(stream(), [m = m_, s, blocks = m_.blocks() * count_, to = out[0].data<uint8_t>()] {
       parallel(blocks, std::max(1, blocks / (8 * threads())), [&](int b0, int b1) {
         for (int b = b0; b < b1; b++) pack_block(m, s, to, b);
       });

@@ -30,6 +30,16 @@ Activation activation_of(const std::string& at, const std::string& name, int n) 
   return name == "swiglu" ? Activation::swiglu : Activation::geglu;
 }
 
+// float32 x keeps 24 bits. 16-bit x has at most 11 of its own: 16 lose nothing that its result
+// could show, and serve the many rows of a prompt faster.
+int count_of_digits(const std::string& at, const std::string& activations, Type x, bool few) {
+  if (activations == "exact") return 3;
+  if (activations == "int8") return 1;
+  require(activations == "default",
+          at + "activations must be default, exact or int8, not \"" + activations + "\"");
+  return x == Type::f32 || few ? 3 : 2;
+}
+
 Digits digits_of(const Kernels& run, const Matrix& w, int m, int count) {
   Digits d{};
   d.m = m;
@@ -158,17 +168,7 @@ mx::array product(const char* op, const mx::array& x, const mx::array& packed, i
   const bool gated = e.activation != Activation::none;
   mx::Shape shape = x.shape();
   shape.back() = gated ? n / 2 : n;
-  // float32 x keeps 24 bits. 16-bit x has at most 11 of its own: 16 lose nothing that its result
-  // could show, and serve the many rows of a prompt faster.
-  const size_t m = x.size() / k;
-  int digits = e.type == Type::f32 || m <= kAlikeRows ? 3 : 2;
-  if (o.activations == "exact")
-    digits = 3;
-  else if (o.activations == "int8")
-    digits = 1;
-  else
-    require(o.activations == "default",
-            at + "activations must be default, exact or int8, not \"" + o.activations + "\"");
+  const int digits = count_of_digits(at, o.activations, e.type, x.size() / k <= kAlikeRows);
   std::vector<mx::array> inputs{x, packed};
   if (o.norm) {
     require_shape(op, "norm_weight", *o.norm, {k});

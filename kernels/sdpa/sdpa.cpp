@@ -16,6 +16,7 @@ namespace qrun::QRUN_NS {
 constexpr int kBlock = 64;
 constexpr int kMaxRows = 16;
 constexpr int kMaxHead = 512;
+constexpr int kAhead = 8192;  // bytes of k, and of v
 
 template <Type T>
 static inline f32x16 load_as(const void* base, size_t i) {
@@ -64,27 +65,59 @@ struct Tile {
   int rows;
 };
 
-// Keys j .. j+15 of k (capacity, D), of which n count -> turned (D, 16): a lane is a key.
+// Dims i .. i+15 of keys j .. j+15 of k (capacity, D), of which n count -> r[d]: a lane is a key.
+template <Type T>
+static inline void turn_tile(const char* k, int D, int i, int j, int n, f32x16 (&r)[16]) {
+  const size_t e = (size_t)j * D + i;
+  if (n >= 16 && i + 16 <= D) {
+    QRUN_UNROLL
+    for (int key = 0; key < 16; key++) {
+      prefetch((const char*)at(k, T, e + (size_t)key * D) + kAhead);
+      r[key] = load_as<T>(k, e + (size_t)key * D);
+    }
+  } else {  // nothing beyond the valid keys, or beyond a row, is read
+    for (int key = 0; key < 16; key++)
+      r[key] = key < n ? load_first(at(k, T, e + (size_t)key * D), T, D - i) : splat(0);
+  }
+  transpose(r);
+}
+
+// Keys j .. j+15 -> turned (D, 16).
 template <Type T>
 static inline void turn(const char* k, int D, int j, int n, float* turned) {
-  const int whole = D & ~15;
   if (n <= 0) {
     __builtin_memset(turned, 0, (size_t)D * 16 * sizeof(float));
     return;
   }
   for (int i = 0; i < D; i += 16) {
     f32x16 r[16];
-    const size_t e = (size_t)j * D + i;
-    if (n >= 16 && i < whole) {
-      QRUN_UNROLL
-      for (int key = 0; key < 16; key++) r[key] = load_as<T>(k, e + (size_t)key * D);
-    } else {  // nothing beyond the valid keys, or beyond a row, is read
-      for (int key = 0; key < 16; key++)
-        r[key] = key < n ? load_first(at(k, T, e + (size_t)key * D), T, D - i) : splat(0);
-    }
-    transpose(r);
+    turn_tile<T>(k, D, i, j, n, r);
     for (int d = 0; d < 16 && i + d < D; d++) store(turned + (i + d) * 16, r[d]);
   }
+}
+
+// Scores of keys j .. j+15 of which n count, multiplied while they are turned.
+template <int R, Type T>
+static inline void turn_and_score(const Tile& t, int D, int j, int n, float (&p)[R][kBlock],
+                                  int at_p) {
+  f32x16 score[R];
+  QRUN_UNROLL
+  for (int r = 0; r < R; r++) score[r] = splat(0);
+  for (int i = 0; i < D && n > 0; i += 16) {
+    f32x16 k[16];
+    turn_tile<T>(t.k, D, i, j, n, k);
+    const float* q = t.q + i * R;
+    if (i + 16 <= D) {
+      QRUN_UNROLL
+      for (int d = 0; d < 16; d++) QRUN_UNROLL
+      for (int r = 0; r < R; r++) score[r] = fma(splat(q[d * R + r]), k[d], score[r]);
+    } else {
+      for (int d = 0; i + d < D; d++)
+        for (int r = 0; r < R; r++) score[r] = fma(splat(q[d * R + r]), k[d], score[r]);
+    }
+  }
+  QRUN_UNROLL
+  for (int r = 0; r < R; r++) store(p[r] + at_p, score[r]);
 }
 
 // Few rows alone would wait for each multiply-add: they take several vectors of keys, or of v, at
@@ -106,8 +139,10 @@ static inline void weigh(const float (&p)[R][kBlock], const char* v, int D, int 
     const size_t e = (size_t)(j0 + j) * D + i;
     f32x16 x[W];
     QRUN_UNROLL
-    for (int w = 0; w < W; w++)
+    for (int w = 0; w < W; w++) {
+      prefetch((const char*)at(v, T, e + w * 16) + kAhead);
       x[w] = i + w * 16 + 16 <= D ? load_as<T>(v, e + w * 16) : load_first(at(v, T, e), T, D - i);
+    }
     QRUN_UNROLL
     for (int r = 0; r < R; r++) QRUN_UNROLL
     for (int w = 0; w < W; w++) o[r][w] = fma(splat(p[r][j]), x[w], o[r][w]);
@@ -117,12 +152,11 @@ static inline void weigh(const float (&p)[R][kBlock], const char* v, int D, int 
   for (int w = 0; w < W; w++) store(sum[r] + i + w * 16, o[r][w]);
 }
 
-// Scores of keys j0 .. j0+n-1, n <= 64, then the online softmax step.
+// Scores of keys j0 .. j0+n-1, n <= 64.
 template <int R, Type T>
-static void block(const Sdpa& a, const Tile& t, int j0, int n, State& s) {
+static inline void score(const Tile& t, int D, int j0, int n, float (&p)[R][kBlock]) {
   constexpr int W = kWide<R>;
-  const int D = a.head_dim;
-  alignas(64) float p[R][kBlock], own[kBlock * kMaxHead];
+  alignas(64) float own[kBlock * kMaxHead];
   const float* turned = own;
   if (t.turned)
     turned = t.turned + (size_t)j0 * D;
@@ -145,6 +179,18 @@ static void block(const Sdpa& a, const Tile& t, int j0, int n, State& s) {
     for (int r = 0; r < R; r++) QRUN_UNROLL
     for (int w = 0; w < W; w++) store(p[r] + j + w * 16, score[r][w]);
   }
+}
+
+// Scores, then the online softmax step.
+template <int R, Type T>
+static void block(const Sdpa& a, const Tile& t, int j0, int n, State& s) {
+  constexpr int W = kWide<R>;
+  const int D = a.head_dim;
+  alignas(64) float p[R][kBlock];
+  if (!t.turned && R <= 4)
+    for (int j = 0; j < kBlock; j += 16) turn_and_score<R, T>(t, D, j0 + j, n - j, p, j);
+  else
+    score<R, T>(t, D, j0, n, p);
   alignas(64) float top[16] = {}, keep[16] = {};
   for (int r = 0; r < R; r++) {
     if (a.softcap > 0)

@@ -142,6 +142,7 @@ def _product(
         bias=bias,
         residual=residual,
         activation=activation or "none",
+        activations=m.activations,
         scale=scale,
     )
 
@@ -183,6 +184,7 @@ def gather_qmm(
         m.spec.group_size,
         scale_dtype=_scales(m),
         activation=activation or "none",
+        activations=m.activations,
         mode=m.spec.mode,
     )
 

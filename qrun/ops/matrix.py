@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import mlx.core as mx
 
 from qrun.ops import _launch
 from qrun.quantization import Quantization
+
+# How a product on a CPU reads x: float32's 24 bits, 16 where a 16-bit x would show no more; always
+# 24; or 8.
+Activations = Literal["default", "exact", "int8"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class QuantizedMatrix:
     biases: mx.array | None
     packed: mx.array | None = None
     scale_dtype: mx.Dtype = mx.float16
+    activations: Activations = "default"  # only the CPU's own kernels know others
 
     @staticmethod
     def of(

@@ -40,6 +40,27 @@ def test_swiglu(isa: str, dtype: str, n: int) -> None:
     assert np.abs(ref.f64(got) - want).max() <= 2 * ref.ulp(float(np.abs(want).max()), dtype)
 
 
+def address(a: mx.array) -> int:
+    return np.asarray(memoryview(a)).__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("size", [1, 5000, 1 << 20])
+def test_results_begin_with_a_cache_line_and_never_share_memory(size: int) -> None:
+    """Freed blocks are used again: by one array at a time."""
+    rng = np.random.default_rng(size)
+    kept: list[tuple[mx.array, np.ndarray]] = []
+    for round in range(6):
+        x = random(rng, 1, 2 * size, dtype="float32")
+        y = ext.swiglu(x)
+        mx.eval(y)
+        assert address(y) % 64 == 0
+        if round % 2:
+            kept.append((y, ref.f64(y).copy()))
+        del y
+    for y, before in kept:
+        np.testing.assert_array_equal(ref.f64(y), before)
+
+
 def test_activations_far_out(isa: str) -> None:
     x = mx.array([[-1000.0, 2, -100, 2, -0.0, 2, 100, 2, 1e30, 1, np.nan, 1]])
     np.testing.assert_array_equal(np.array(ext.swiglu(x))[0, [0, 2, 3]], [0, 0, 200])
