@@ -320,7 +320,14 @@ def inspect(model: str, context: int | None, as_json: bool) -> None:
     require_mlx()
     from qrun.inspect import inspect as look
 
-    found = look(model, length=context)
+    try:
+        found = look(model, length=context)
+    except QrunError as error:
+        if not as_json:
+            raise
+        problem = {"text": str(error), "remedy": error.hint}
+        printing.print_json({"folder": model, "loads": False, "problems": [problem]})
+        sys.exit(error.exit_code)
     if as_json:
         printing.print_json(found.as_json())
     else:

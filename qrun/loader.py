@@ -55,6 +55,7 @@ class LoadedModel:
     folder: Path
     dtype: mx.Dtype
     context: int  # positions the model was made for
+    vocab: int  # rows of the embedding
     eos: frozenset[int]  # any of these ends the text
     step_bytes: int  # weight bytes that one decode step reads
     load_seconds: float
@@ -116,6 +117,7 @@ def load(
         folder=folder,
         dtype=weights.dtype,
         context=context,
+        vocab=config.int("vocab_size"),
         eos=stop_tokens(folder, config, tokenizer),
         step_bytes=weights.step_bytes,
         load_seconds=time.perf_counter() - start,
@@ -153,7 +155,8 @@ def model_file(kind: str, where: str) -> Any:
     if name not in files:
         known = sorted({*files, *ALIASES})
         raise CheckpointError(
-            f"{where}: architecture {kind!r:.80} is not supported (known: {', '.join(known)})"
+            f"{where}: architecture {kind!r:.80} is not supported (known: {', '.join(known)})",
+            hint="update qrun, or take a model of one of these",
         )
     spec = importlib.util.spec_from_file_location(f"qrun_models_{name}", files[name])
     assert spec is not None

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -90,7 +91,8 @@ def print_stats(model: LoadedModel, result: Generation) -> None:
 
 
 def inspection(found: Report) -> str:
-    """`qrun inspect`, for people."""
+    """`qrun inspect`, for people: what differs only in a layer's number is one line."""
+    from qrun.loader import grouped
 
     def size(n: float) -> str:
         return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
@@ -120,8 +122,9 @@ def inspection(found: Report) -> str:
     lines.append(f"stop tokens   {', '.join(map(str, found.stop_tokens)) or 'none'}")
     lines.append(f"template      {found.template}")
     lines += [f"note          {note}" for note in found.notes]
-    for problem in found.problems:
-        lines += [f"problem       {problem.text}", f"  remedy      {problem.remedy}"]
+    for remedy, problems in groupby(found.problems, key=lambda problem: problem.remedy):
+        lines += [f"problem       {text}" for text in grouped([p.text for p in problems])]
+        lines.append(f"  remedy      {remedy}")
     lines.append("It would load." if found.loads else "It would not load.")
     return "\n".join(lines)
 

@@ -124,6 +124,7 @@ def build(name: str, dtype: mx.Dtype) -> LoadedModel:
         folder=Path(name),
         dtype=dtype,
         context=values["max_position_embeddings"],
+        vocab=values["vocab_size"],
         eos=frozenset(),
         step_bytes=weights.step_bytes,
         load_seconds=0.0,
