@@ -152,8 +152,9 @@ def test_entries_that_are_no_modules() -> None:
         note=None,
         list=[1, 2],
         number=3.5,
-        **{Q: True, DOWN: False},
+        **{Q: True, DOWN: False, "model.norm": None, "model.embed_tokens": 0},
     )
+    assert found.of("model.norm") == found.of("model.embed_tokens") == Quantization(4, 32)
     assert found.of(Q) == Quantization(4, 32)
     assert found.of(DOWN) is False
     assert found.of("linear_class") == Quantization(4, 32)
@@ -375,10 +376,13 @@ def test_affine_scales_may_be_negative(tmp_path: Path, backend: Any) -> None:
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "mixtral", "olmo2", "cohere2", "granite"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_case_04_nothing_becomes_float32(case: str, dtype: str, tmp_path: Path) -> None:
-    """Scales in the other 16-bit type: hidden states, cache and logits keep the compute type."""
+@pytest.mark.parametrize("bits", [0, 4])
+def test_case_04_nothing_becomes_float32(
+    case: str, dtype: str, bits: int, tmp_path: Path, backend: Any
+) -> None:
+    """Scales or dense weights in the other 16-bit type: hidden states, cache and logits stay."""
     other = "BF16" if dtype == "float16" else "F16"
-    model = load(zoo.write(tmp_path / "m", case, bits=4, dtype=other), dtype=dtype)
+    model = load(zoo.write(tmp_path / "m", case, bits=bits, dtype=other), dtype=dtype)
     want = mx.bfloat16 if case == "gemma2" else {"float16": mx.float16}.get(dtype, mx.bfloat16)
     for length in (1, 12):
         cache = model.new_cache(16)
