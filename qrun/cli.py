@@ -118,7 +118,9 @@ def generate(
     from qrun.hardware import set_threads
 
     set_threads(threads)
-    loaded = qrun.load(
+    load = qrun.load
+    _listen()
+    loaded = load(
         model,
         revision=revision,
         dtype=dtype,
@@ -201,6 +203,7 @@ def convert(
     require_mlx()
     from qrun.convert import convert as run
 
+    _listen()
     report = run(
         src,
         dst,
@@ -274,6 +277,7 @@ def bench(
     from qrun import report
     from qrun.quantization import Quantization
 
+    _listen()
     if tune and model is None:
         raise UsageError("--tune needs a MODEL: its products are what is timed")
     progress = printing.status_line(not as_json)
@@ -373,6 +377,15 @@ def main() -> None:
         _fail(f"{type(error).__name__}: {error}", "--debug shows where: qrun --debug ...", 1)
 
 
+def _listen() -> None:
+    """From here on an interrupt is an exception, and what was begun is cleaned up.
+
+    Before, it ends the process (see __main__): MLX's import aborts on an exception.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _leave(number: int, _: object) -> NoReturn:
     raise SystemExit(128 + number)
 
@@ -393,7 +406,3 @@ def _fail(message: str, hint: str | None, code: int) -> None:
 def _command_path(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     return context.command_path if context is not None else "qrun"
-
-
-if __name__ == "__main__":
-    main()

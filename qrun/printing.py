@@ -71,22 +71,26 @@ def print_description(model: LoadedModel) -> None:
 
 
 def print_stats(model: LoadedModel, result: Generation) -> None:
-    """--stats: speeds, and the share of the bandwidth measured on this machine just now."""
+    """--stats: speeds, and the share of the bandwidth measured here just now; of what there was."""
     from qrun.hardware import peak_memory, read_bandwidth
 
-    first = model.load_seconds + result.timings.prefill
-    rate = result.decode_rate * (model.step_bytes + result.cache_bytes)
     peak = peak_memory()  # before measuring the bandwidth, which takes memory itself
-    wall = read_bandwidth()
-    lines = [
-        f"load      {model.load_seconds:8.3f} s",
-        f"first     {first:8.3f} s    (load and prefill)",
-        f"prefill   {result.prefill_rate:8.1f} tok/s   {result.prompt_tokens} tokens",
-        f"decode    {result.decode_rate:8.1f} tok/s   {len(result.tokens)} tokens",
-        f"memory    {rate / 1e9:8.2f} GB/s    {rate / wall:.0%} of the {wall / 1e9:.1f} GB/s "
-        "measured here",
-        f"peak      {peak / 1e6:8.0f} MB",
-    ]
+    lines = [f"load      {model.load_seconds:8.3f} s"]
+    if result.prefill_rate:
+        first = model.load_seconds + result.timings.prefill
+        lines += [
+            f"first     {first:8.3f} s    (load and prefill)",
+            f"prefill   {result.prefill_rate:8.1f} tok/s   {result.prompt_tokens} tokens",
+        ]
+    if result.decode_rate:
+        rate = result.decode_rate * (model.step_bytes + result.cache_bytes)
+        wall = read_bandwidth()
+        lines += [
+            f"decode    {result.decode_rate:8.1f} tok/s   {len(result.tokens)} tokens",
+            f"memory    {rate / 1e9:8.2f} GB/s    {rate / wall:.0%} of the {wall / 1e9:.1f} GB/s "
+            "measured here",
+        ]
+    lines.append(f"peak      {peak / 1e6:8.0f} MB")
     click.echo("\n".join(lines), err=True)
 
 

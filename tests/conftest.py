@@ -114,7 +114,7 @@ def cli() -> Run:
 
     def run(*args: object, stdin: bytes = b"", cwd: Path | None = None, **env: str) -> Outcome:
         done = subprocess.run(
-            [sys.executable, "-m", "qrun.cli", *map(str, args)],
+            [sys.executable, "-m", "qrun", *map(str, args)],
             input=stdin,
             capture_output=True,
             env=environment(**env),
