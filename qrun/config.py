@@ -149,5 +149,5 @@ class Config:
             )
 
     def unread(self) -> list[str]:
-        """Keys nobody asked for."""
-        return sorted(set(self.values) - self._asked)
+        """Keys nobody asked for; null is as good as no key."""
+        return sorted(k for k, v in self.values.items() if v is not None and k not in self._asked)
