@@ -21,7 +21,7 @@ from qrun.chat import render
 from qrun.checkpoint import INDEX, Tensor, check_index, mlx_type, read_header, weight_files
 from qrun.config import Config
 from qrun.declared import Declared
-from qrun.errors import CheckpointError, QrunError
+from qrun.errors import CheckpointError, QrunError, one_line
 from qrun.hub import locate
 from qrun.loader import default_dtype, grouped, read_config, stop_tokens
 from qrun.quantization import Quantization
@@ -142,9 +142,7 @@ def inspect(model: str | os.PathLike[str], *, length: int | None = None) -> Repo
 
 
 def _add(report: Report, error: QrunError) -> None:
-    # A name out of a broken file may hold what no terminal can print.
-    text = str(error).encode("utf-8", "backslashreplace").decode()
-    problem = Problem(text, error.hint or "download config.json again")
+    problem = Problem(str(error), error.hint or "download config.json again")
     if problem not in report.problems:
         report.problems.append(problem)
 
@@ -198,7 +196,7 @@ def _describe(report: Report, weights: Weights, specs: Any) -> None:
     report.dtype = _name(weights.dtype)
     report.cache_bytes = cache_bytes(specs, report.length, weights.dtype)
     report.notes += grouped(weights.slow)
-    report.problems += [Problem(text, MISFIT) for text in weights.all_problems()]
+    report.problems += [Problem(one_line(text), MISFIT) for text in weights.all_problems()]
 
 
 def kind_of(path: str) -> str:
