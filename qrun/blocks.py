@@ -106,7 +106,7 @@ def output_head(
 
 
 class Attention:
-    """Grouped-query attention over the cache: norm+qkv, rope+append, sdpa, o+residual: four ops.
+    """Grouped-query attention over the cache: norm+qkv, rope+append+sdpa, o+residual: three ops.
 
     fused: the file holds one `qkv_proj`. qk_norm: RMS norms of q and k before the rotation, of each
     "head" or of all heads as one "row"; plus_one: as in `Weights.norm`. interleaved: the checkpoint
@@ -177,7 +177,7 @@ class Attention:
             q, k, v = mx.split(qkv, list(width), axis=1)
             qkv = mx.concatenate([q_norm(q), k_norm(k), v], axis=1)
         q_norm, k_norm = self.head_norms or (None, None)
-        q, cache.keys[i], cache.values[i] = ops.rope(
+        y, cache.keys[i], cache.values[i] = ops.attend(
             qkv,
             cache.keys[i],
             cache.values[i],
@@ -187,12 +187,6 @@ class Attention:
             q_norm=None if q_norm is None else q_norm.weight,
             k_norm=None if k_norm is None else k_norm.weight,
             eps=self.eps,
-        )
-        y = ops.sdpa(
-            q,
-            cache.keys[i],
-            cache.values[i],
-            cache.offset,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,

@@ -44,9 +44,19 @@ struct Case {
   int m, n, k, g;  // of a product, to be checked; 0: none
 };
 
-template <typename F>
-void raise_shared_memory(F* kernel, int bytes) {
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+// Whether a kernel may start before the one in front of it has ended, as in a replayed decode step.
+inline bool early = false;
+
+template <typename... P, typename... A>
+void launch(void (*kernel)(P...), dim3 grid, int threads, int shared, cudaStream_t stream, A... arguments) {
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = shared;
+  config.stream = stream, config.attrs = &attribute, config.numAttrs = early;
+  if (cudaLaunchKernelEx(&config, kernel, P(arguments)...) != cudaSuccess) printf("launch failed\n");
 }
 
 inline std::vector<Case>& cases() {

@@ -244,6 +244,63 @@ def sdpas() -> Iterator[Case]:
         )
 
 
+def attends() -> Iterator[Case]:
+    for b, h, hkv, d, r, c, offset, dtype, norm, window, cap in (
+        (1, 9, 3, 64, 64, 256, 100, BF, False, 0, 0),
+        (1, 32, 8, 128, 128, 1024, 700, BF, False, 0, 0),
+        (2, 16, 2, 128, 64, 512, 301, HF, True, 0, 0),
+        (1, 2, 2, 80, 80, 64, 0, BF, True, 0, 0),
+        (1, 6, 2, 24, 8, 32, 31, BF, False, 20, 0),
+        (1, 4, 1, 256, 256, 320, 315, HF, True, 0, 5.0),
+        (1, 8, 2, 128, 0, 4096, 3000, BF, False, 513, 0),
+    ):
+
+        def run(
+            b: int = b, h: int = h, hkv: int = hkv, d: int = d, r: int = r, c: int = c,
+            offset: int = offset, dtype: Any = dtype, norm: bool = norm, window: int = window,
+            cap: float = cap,
+        ) -> Any:  # fmt: skip
+            qkv = normal((b, (h + 2 * hkv) * d), dtype)
+            held = [np.array(normal((b, hkv, c, d), FL)) for _ in range(2)]
+            for a in held:
+                a[:, :, offset:] = np.nan  # not written yet: must not matter
+            k, v = (mx.array(a).astype(dtype) for a in held)
+            mx.eval(k, v)
+            k_ref, v_ref = f64(k), f64(v)
+            inverse = 1 / 10000 ** (np.arange(r // 2) / max(r / 2, 1))
+            angle = np.arange(c)[:, None] * inverse
+            table = mx.array(np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32))
+            qn, kn = (normal((d,), dtype), normal((d,), dtype)) if norm else (None, None)
+            settings: Any = {"scale": d**-0.5, "window": window, "softcap": cap}
+
+            def step(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+                fused = _cuda.attend(
+                    inputs[0], *state, inputs[1], table, heads=h, q_norm=qn, k_norm=kn, eps=1e-6,
+                    **settings,
+                )  # fmt: skip
+                if fused is None:
+                    raise AssertionError("attend has no kernel for this")
+                return [fused[0]], list(fused[1:])
+
+            offsets = mx.array([offset] * 4, mx.int32)
+            (y,), (k, v) = _cuda.traced(step)([qkv, offsets], [k, v])
+            x = f64(qkv).reshape(b, 1, -1, d).transpose(0, 2, 1, 3)
+            xq, xk, xv = x[:, :h], x[:, h : h + hkv], x[:, h + hkv :]
+            if qn is not None and kn is not None:
+                xq, xk = rms_norm_ref(xq, f64(qn), 1e-6), rms_norm_ref(xk, f64(kn), 1e-6)
+            at = np.arange(offset, offset + 1)
+            k_ref[:, :, at], v_ref[:, :, at] = rope_ref(xk, at, inverse), xv
+            y_ref = sdpa_ref(rope_ref(xq, at, inverse), k_ref, v_ref, offset, **settings)
+            end = offset + 1
+            return [
+                (y, y_ref),
+                (k[:, :, :end], k_ref[:, :, :end]),
+                (v[:, :, :end], v_ref[:, :, :end]),
+            ]
+
+        yield f"attend B {b} H {h}/{hkv} D {d} R {r} C {c} at {offset} {dtype} w {window}", run
+
+
 def chain() -> Iterator[Case]:
     def run() -> Any:
         """A decode step, traced: rope appends, sdpa reads, twice."""
@@ -274,7 +331,7 @@ def chain() -> Iterator[Case]:
 def main() -> int:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     bad = 0
-    for label, run in [*products(), *rows(), *ropes(), *sdpas(), *chain()]:
+    for label, run in [*products(), *rows(), *ropes(), *sdpas(), *attends(), *chain()]:
         if wanted not in label:
             continue
         started, worst, problem = time.perf_counter(), 0.0, ""

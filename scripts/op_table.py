@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (ROOT / "README.md", ROOT / "kernels" / "README.md")
 BEGIN, END = "<!-- ops: made by scripts/op_table.py -->", "<!-- end of ops -->"
+OTHERWISE = {"attend": "rope, sdpa"}  # what runs without a kernel of the op's own, if not MLX's ops
 BACKENDS = {"CPU": "*.cpp", "Metal": "*.metal", "CUDA": "*.cuh"}
 
 
@@ -24,7 +25,8 @@ def table() -> str:
         what = doc.splitlines()[0].partition(": ")[2].rstrip(".")
         if not doc.startswith(path.stem + ":"):
             continue  # a helper of the ops, not an op
-        own = ["own" if any(folder.glob(glob)) else "MLX" for glob in BACKENDS.values()]
+        other = OTHERWISE.get(path.stem, "MLX")
+        own = ["own" if any(folder.glob(glob)) else other for glob in BACKENDS.values()]
         lines.append(f"| `{path.stem}` | {what} | " + " | ".join(own) + " |")
     return "\n".join(lines)
 

@@ -22,23 +22,37 @@ struct Epilogue {
   // Rows of w that count as outputs.
   __device__ __forceinline__ int columns() const { return n / ROWS; }
 
-  __device__ __forceinline__ float linear(float sum, int row) const {
-    return sum * scale + (bias ? to_float(bias[row]) : 0.0f);
+  // What y[m, column] needs besides the sums: to be asked for ahead of them, for it comes from memory.
+  struct Behind {
+    B bias[ROWS];
+    T residual;
+  };
+
+  __device__ __forceinline__ Behind ahead(int m, int column) const {
+    Behind v;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+      if (bias) v.bias[i] = bias[column * ROWS + i];
+    if (residual) v.residual = residual[static_cast<long long>(m) * columns() + column];
+    return v;
   }
 
   // sums of rows column*ROWS .. of w with row m of x -> y[m, column]
-  __device__ __forceinline__ void write(int m, int column, float a, float b = 0) const {
-    float v = linear(a, column * ROWS);
+  __device__ __forceinline__ void write(int m, int column, float a, float b, const Behind& behind) const {
+    float v = a * scale + (bias ? to_float(behind.bias[0]) : 0.0f);
     if constexpr (ACTIVATION != NONE) {
-      const float up = linear(b, column * ROWS + 1);
+      const float up = b * scale + (bias ? to_float(behind.bias[1]) : 0.0f);
       if constexpr (ACTIVATION == SWIGLU)
         v = v / (1 + expf(-v)) * up;
       else  // the tanh form of GELU
         v = 0.5f * v * (1 + tanhf(0.7978845608028654f * (v + 0.044715f * v * v * v))) * up;
     }
-    const long long at = static_cast<long long>(m) * columns() + column;
-    if (residual) v += to_float(residual[at]);
-    y[at] = from_float<T>(v);
+    if (residual) v += to_float(behind.residual);
+    y[static_cast<long long>(m) * columns() + column] = from_float<T>(v);
+  }
+
+  __device__ __forceinline__ void write(int m, int column, float a, float b = 0) const {
+    write(m, column, a, b, ahead(m, column));
   }
 };
 

@@ -37,13 +37,16 @@ __device__ __forceinline__ void barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// 16 bytes that nobody reads twice: they shall not push x out of L1.
-__device__ __forceinline__ uint4 load_stream(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+// 16 or 8 bytes that nobody reads twice: they shall not push x out of L1.
+// L2 fetches lines of 128 bytes: what is left out of one is wanted next.
+__device__ __forceinline__ void load_stream(unsigned (&v)[4], const void* p) {
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "l"(p));
-  return v;
+}
+
+__device__ __forceinline__ void load_stream(unsigned (&v)[2], const void* p) {
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(p));
 }
 
 // d (16, 8) += a (16, 16) @ b (16, 8) in float32. Lane = 4 * g + t holds
@@ -117,22 +120,22 @@ __device__ __forceinline__ void copy_async_wait() {
 
 // A barrier in shared memory, for compute capability 9.0: a phase is over after so many arrivals and, where
 // they are expected, bytes of copies. Phases alternate; `parity` 0 is the first.
-__device__ __forceinline__ void copy_barrier_init(unsigned long long* bar, int arrivals) {
+__device__ __forceinline__ void barrier_init(unsigned long long* bar, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void copy_barrier_arrive(unsigned long long* bar) {
+__device__ __forceinline__ void barrier_arrive(unsigned long long* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
 
 // Arrives, too.
-__device__ __forceinline__ void copy_barrier_expect(unsigned long long* bar, int bytes) {
+__device__ __forceinline__ void barrier_expect(unsigned long long* bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
                : "memory");
 }
 
-__device__ __forceinline__ void copy_barrier_wait(unsigned long long* bar, int parity) {
+__device__ __forceinline__ void barrier_wait(unsigned long long* bar, int parity) {
   asm volatile(
       "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; "
       "bra WAIT; DONE: }" ::"r"(shared_address(bar)),
@@ -148,6 +151,22 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int 
           shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(bar))
       : "memory");
+}
+
+// All threads of the blocks of a cluster (compute capability 9.0); what they wrote before can be read.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// What lies at this address of shared memory in the block of that rank in the cluster.
+__device__ __forceinline__ float cluster_load(const float* shared, int rank) {
+  float v;
+  asm volatile(
+      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.f32 %0, [at]; }"
+      : "=f"(v)
+      : "r"(shared_address(shared)), "r"(rank)
+      : "memory");
+  return v;
 }
 
 }  // namespace qrun

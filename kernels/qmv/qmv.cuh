@@ -1,14 +1,14 @@
-// qmv: y (M, N) = norm(x) (M, K) @ w (N, K)^T for M <= 16, 4-bit affine w, 16-bit x. Bound by memory:
+// qmv: y (M, N) = norm(x) (M, K) @ w (N, K)^T for few rows, 4-bit affine w, 16-bit x. Bound by memory:
 // each packed word of w is read once, 16 bytes a lane, and goes to the tensor cores nearly as it is.
 //
-// A block prepares x in shared memory once, then goes through tiles of 16 rows of w: tile blockIdx.x,
-// then every gridDim.x-th. A step is 128 successive k, and a warp takes TAKE successive steps together:
-// all their loads are under way at once, and their scales are one wide load a row instead of a 2-byte
-// load each. The takes are dealt to the block's warps, whose sums meet in shared memory at the end of a
-// tile; by then the loads of the next tile are under way. In one step a warp holds 16 x 128 codes:
+// A block goes through tiles of 16 rows of w: tile blockIdx.x, then every gridDim.x-th. A step is
+// STEP = 32 * WORDS successive k, a take is TAKE successive steps, and a warp has the same takes in every
+// tile (warp, warp + WARPS, ... ROUNDS of them). So x comes into shared memory once, each warp's part
+// by itself. All loads of a take are under way at once, those of the next take while the sums of a tile
+// are added up. In one step a warp holds 16 x STEP codes:
 //
-//   lane 4g+t:   row g    k 32t .. 32t+31    one 16-byte load, words j = 0..3, 8 codes each
-//                row g+8  the same k         one more
+//   lane 4g+t:   row g    k 8*WORDS*t ..    one load of WORDS words j, 8 codes each
+//                row g+8  the same k        one more
 //
 // The tile is operand a of mma.m16n8k16, x is operand b: k may come in any order as long as both agree.
 // A word holds codes n0 .. n7, and its nibbles are operands nearly where they lie (subnormal.cuh):
@@ -20,13 +20,16 @@
 //
 // Even and odd nibbles are two chains of sums; odd / 16 is added in float32.
 //
-// The four lanes of a quad (t) hold PARTS = 128 / GROUP groups. Their sums stay apart because the 8
+// The four lanes of a quad (t) hold PARTS = STEP / GROUP groups. Their sums stay apart because the 8
 // columns of b are PARTS bands of COLS rows of x each, and a band is zero where t belongs to another
 // group. What a lane gets in d is then of its own group, whose scale it has in a register.
 //
 //   band of column c: c / COLS      row of x: pass * COLS + c % COLS      group of lane t: t*PARTS/4
 //
 // The biases multiply the group sums of x, in float32.
+//
+// At the end of a tile the warps' sums meet in shared memory, and one warp, each tile another, adds them up
+// and writes, while the others go on.
 #pragma once
 
 #include "../common/epilogue.cuh"
@@ -36,157 +39,190 @@
 
 namespace qrun {
 
-// TAKE > 1 wants K to be a multiple of 128 * TAKE.
-template <typename T, typename S, int GROUP, int M, int WARPS, int TAKE>
+// M: rows of x of a block, blockIdx.y * M .. TAKE > 1 wants K to be a multiple of STEP * TAKE.
+template <typename T, typename S, int GROUP, int M, int WORDS, int TAKE, int WARPS, int ROUNDS>
 struct Qmv {
-  static constexpr int THREADS = 32 * WARPS, ROWS = 16, STEP = 128;
+  static constexpr int THREADS = 32 * WARPS, ROWS = 16, STEP = 32 * WORDS, SPAN = TAKE * STEP;
   static constexpr int PARTS = STEP / GROUP;               // groups in a step
   static constexpr int COLS = 8 / PARTS;                   // rows of x in one mma
   static constexpr int PASSES = (M + COLS - 1) / COLS;     // mma on one tile of w
-  static constexpr int SUMS = PASSES * COLS;               // M, rounded up
   static constexpr int FACTORS = TAKE == 1 ? 1 : TAKE * PARTS;  // of a row that a lane loads
+  static constexpr int SLICE = TAKE * WORDS * M * 4;       // 16 bytes each: x of a take
+  static constexpr int TAKES = WARPS * ROUNDS;             // at least as many as K has
 
-  const T* x;       // (M, K)
+  const T* x;         // (rows, K)
   const unsigned* w;  // (N, K / 8)
-  const S* scales;  // (N, K / GROUP)
-  const S* biases;  // (N, K / GROUP)
-  int n, k;
-  int chunk;    // k for which x fits into shared memory at a time, a multiple of STEP * TAKE
-  int buffers;  // of sums: two, or one for each of the block's tiles if there are several chunks
+  const S* scales;    // (N, K / GROUP)
+  const S* biases;    // (N, K / GROUP)
+  int rows, n, k;
 
-  struct alignas(FACTORS * sizeof(S) < 16 ? FACTORS * sizeof(S) : 16) Factors {
-    S at[FACTORS];
+  // Factors as they lie in memory; several are one wide load.
+  static constexpr int FACTOR_BYTES = FACTORS * static_cast<int>(sizeof(S));
+  struct alignas(FACTOR_BYTES < 4 ? 4 : FACTOR_BYTES < 16 ? FACTOR_BYTES : 16) Factors {
+    unsigned at[(FACTOR_BYTES + 3) / 4];
   };
 
-  // One lane's share of a take: 32 codes a step of two rows, and those rows' scales and biases.
-  struct Tile {
-    uint4 w[TAKE][2];
+  // One lane's share of a take: 8 * WORDS codes a step of two rows, and those rows' scales and biases.
+  struct Held {
+    unsigned w[TAKE][2][WORDS];
     Factors scale[2], bias[2];
   };
 
-  // Shared memory: x of a chunk as operand b, [step][j][m][t] of 8 elements; its group sums,
-  // [group][SUMS]; the warps' sums, [buffer][warp][m][row]; 1 / rms of each row of x.
-  uint4* shared_x;
-  float* shared_sums;
-  float* shared_out;
-  float* shared_rms;
+  // Shared memory: x as operand b, [take][step][j][m][t] of 8 elements; as many zeros as a take has;
+  // the group sums of x, [take][step][part][m]; the warps' sums, two times [warp][m][row]; the squares of
+  // x, [m][warp].
+  uint4 *shared_x, *zeros;
+  float *shared_sums, *shared_out, *shared_squares;
+
+  static constexpr int SHARED =
+      (TAKES + 1) * SLICE * 16 + (TAKES * TAKE * PARTS + 2 * WARPS * ROWS + WARPS) * M * 4;
 
   __device__ __forceinline__ void place() {
     shared_x = reinterpret_cast<uint4*>(shared_memory());
-    shared_sums = reinterpret_cast<float*>(shared_x + chunk / 8 * M);
-    shared_out = shared_sums + chunk / GROUP * SUMS;
-    shared_rms = shared_out + buffers * WARPS * M * ROWS;
+    zeros = shared_x + TAKES * SLICE;
+    shared_sums = reinterpret_cast<float*>(zeros + SLICE);
+    shared_out = shared_sums + TAKES * TAKE * PARTS * M;
+    shared_squares = shared_out + 2 * WARPS * M * ROWS;
+    for (int i = threadIdx.x; i < SLICE; i += THREADS) zeros[i] = make_uint4(0, 0, 0, 0);
   }
 
-  // Take `take` counted from k0. Nothing outside the arrays is read: what lies behind their end is
-  // replaced by what lies before it, for x is zero there, and rows behind the last are not written.
+  __device__ __forceinline__ static Factors load_factors(const S* p) {
+    if constexpr (FACTOR_BYTES == 2) return {*reinterpret_cast<const unsigned short*>(p)};
+    else return *reinterpret_cast<const Factors*>(p);
+  }
+
+  // The factor of step s for a lane of that part.
+  __device__ __forceinline__ static float factor(const Factors& f, int s, int part) {
+    constexpr int EACH = TAKE == 1 ? 1 : PARTS;
+    if constexpr (sizeof(S) == 4) {
+      unsigned v = f.at[s * EACH];
+#pragma unroll
+      for (int q = 1; q < EACH; q++)
+        if (part == q) v = f.at[s * EACH + q];
+      return __uint_as_float(v);
+    } else if constexpr (EACH == 1) {
+      return half_of<S>(f.at[s / 2], s % 2);
+    } else {
+      const unsigned pair = EACH == 4 && part >= 2 ? f.at[s * 2 + 1] : f.at[s * EACH / 2];
+      return half_of<S>(pair, part % 2);
+    }
+  }
+
+  // Nothing outside the arrays is read: what lies behind their end is replaced by what lies before it,
+  // for x is zero there, and rows behind the last are not written.
   // Offsets are 32 bits wide, for w counts words and N * K / 8 < 2^32: registers are short.
-  __device__ __forceinline__ void load_tile(Tile& tile, int rows, int k0, int take) const {
+  __device__ __forceinline__ void load_held(Held& held, int tile, int take) const {
     const int lane = threadIdx.x % 32;
-    const unsigned first = k0 + take * (TAKE * STEP), mine = first + lane % 4 * 32;
-    const unsigned at = TAKE == 1 ? min(mine, unsigned(k) - 32) : mine;
+    const unsigned first = take * SPAN, mine = first + lane % 4 * (8 * WORDS);
+    const unsigned at = TAKE == 1 ? min(mine, unsigned(k) - 8 * WORDS) : mine;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const unsigned row = min(rows + lane / 4 + 8 * i, n - 1);
+      const unsigned row = min(tile * ROWS + lane / 4 + 8 * i, n - 1);
       const unsigned* from = w + (row * (unsigned(k) / 8) + at / 8);
 #pragma unroll
-      for (int s = 0; s < TAKE; s++) tile.w[s][i] = load_stream(from + s * (STEP / 8));
+      for (int s = 0; s < TAKE; s++) load_stream(held.w[s][i], from + s * (STEP / 8));
       const unsigned group = row * (unsigned(k) / GROUP) + (TAKE == 1 ? at : first) / GROUP;
-      tile.scale[i] = *reinterpret_cast<const Factors*>(scales + group);
-      tile.bias[i] = *reinterpret_cast<const Factors*>(biases + group);
+      held.scale[i] = load_factors(scales + group);
+      held.bias[i] = load_factors(biases + group);
     }
   }
 
-  // 1 / rms of every row of x, for the norm in front.
-  __device__ __forceinline__ void prepare_rms(float eps) const {
-#pragma unroll 1
-    for (int m = 0; m < M; m++) {
-      float sum = 0;
-#pragma unroll 2
-      for (int u = threadIdx.x; u < k / 8; u += THREADS) {
-        float v[8];
-        load(v, x + static_cast<long long>(m) * k + u * 8);
-#pragma unroll
-        for (int i = 0; i < 8; i++) sum += v[i] * v[i];
-      }
-      sum = block_sum(sum);
-      if (threadIdx.x == 0) shared_rms[m] = rsqrtf(sum / k + eps);
-    }
-    __syncthreads();
-  }
-
-  // x of k0 .. into shared memory, normed, rounded to T, permuted; and the sums of its groups.
-  // A unit is 8 elements: the k of one word of w. A warp takes 32 units of one row, two steps, lane
-  // (step, j, t): so its stores meet few bank conflicts; and it has BATCH of those under way.
-  // weight: of the norm, (K,), or null.
+  // The warp's part of x into shared memory: normed, rounded to T, permuted; and the sums of its groups.
+  // A unit is 8 elements: the k of one word of w. weight: of the norm, (K,), or null.
   template <typename G>
-  __device__ __forceinline__ void prepare_x(const G* weight, int k0, int steps) const {
-    constexpr int BATCH = M == 1 ? 2 : 4;
+  __device__ __forceinline__ void prepare_x(const G* weight, float eps) const {
+    constexpr int EACH = 4 * WORDS * TAKE, UNITS = (EACH * M + 31) / 32;  // of a take and row; a lane's
+    constexpr int ALL = ROUNDS * UNITS, BATCH = ALL < 4 ? ALL : 4;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int t = lane % 4, j = lane / 4 % 4;
-    const int all = (steps + 1) / 2 * M;
-#pragma unroll 1
-    for (int first = warp; first < all; first += BATCH * WARPS) {
-      uint4 raw[BATCH];
+    struct Unit {
+      int take, step, j, t, m, at;
+      bool valid;
+    };
+    const auto unit = [&](int u) {
+      const int i = u % UNITS * 32 + lane, take = u / UNITS * WARPS + warp;
+      Unit v = {take, i / (4 * WORDS) % TAKE, i / 4 % WORDS, i % 4, i / EACH, 0, i < EACH * M && u < ALL};
+      v.at = take * SPAN + v.step * STEP + v.t * (8 * WORDS) + v.j * 8;
+      return v;
+    };
+    uint4 raw[BATCH];
+    struct alignas(16) Gain {
+      G at[8];
+    } gain[BATCH];
+    const auto fetch = [&](int first) {
 #pragma unroll
       for (int b = 0; b < BATCH; b++) {
-        const int i = first + b * WARPS, m = i % M, at = k0 + (i / M * 2 + lane / 16) * STEP + t * 32 + j * 8;
-        raw[b] = make_uint4(0, 0, 0, 0);
-        if (i < all && at < k)
-          raw[b] = *reinterpret_cast<const uint4*>(x + static_cast<long long>(m) * k + at);
+        const Unit v = unit(first + b);
+        const bool inside = v.valid && v.at < k;
+        const long long row = min(int(blockIdx.y) * M + v.m, rows - 1);
+        raw[b] = inside ? *reinterpret_cast<const uint4*>(x + row * k + v.at) : make_uint4(0, 0, 0, 0);
+        if (weight && inside) gain[b] = *reinterpret_cast<const Gain*>(weight + v.at);
       }
+    };
+    if (weight) {
+      constexpr int LANES = EACH < 32 ? EACH : 32;  // neighbours with units of one row
+      float* squares = shared_squares + warp;
+      for (int m = lane; m < M; m += 32) squares[m * WARPS] = 0;
+      __syncwarp();
+#pragma unroll 1
+      for (int first = 0; first < ALL; first += BATCH) {
+        fetch(first);
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+          float e[8], sum = 0;
+          load(e, reinterpret_cast<const T*>(&raw[b]));
+#pragma unroll
+          for (int i = 0; i < 8; i++) sum += e[i] * e[i];
+          sum = warp_sum<LANES>(sum);
+          const Unit v = unit(first + b);
+          if (v.valid && lane % LANES == 0) squares[v.m * WARPS] += sum;
+        }
+      }
+      __syncthreads();
+    }
+#pragma unroll 1
+    for (int first = 0; first < ALL; first += BATCH) {
+      if (ALL > BATCH || !weight) fetch(first);
 #pragma unroll
       for (int b = 0; b < BATCH; b++) {
-        const int i = first + b * WARPS, m = i % M, step = i / M * 2 + lane / 16;
-        const int at = k0 + step * STEP + t * 32 + j * 8;
-        if (i >= all) break;
-        float v[8];
-        load(v, reinterpret_cast<const T*>(&raw[b]));
-        if (weight && at < k) {
-          float g[8];
-          load(g, weight + at);
-          const float r = shared_rms[m];
+        const Unit v = unit(first + b);
+        float e[8];
+        load(e, reinterpret_cast<const T*>(&raw[b]));
+        if (weight && v.valid) {
+          float sum = 0, g[8];
+          for (int i = 0; i < WARPS; i++) sum += shared_squares[v.m * WARPS + i];
+          const float r = rsqrtf(sum / k + eps);
+          load(g, gain[b].at);
 #pragma unroll
-          for (int e = 0; e < 8; e++) v[e] = to_float(from_float<T>(v[e] * r * g[e]));
+          for (int i = 0; i < 8; i++) e[i] = v.at < k ? to_float(from_float<T>(e[i] * r * g[i])) : 0.0f;
         }
         float sum = 0;
 #pragma unroll
-        for (int e = 0; e < 8; e++) sum += v[e], v[e] *= Subnormal<T>::X;
-        sum += __shfl_xor_sync(0xffffffffu, sum, 4);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 8);
-        if (PARTS <= 2) sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        if (PARTS == 1) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        if (step < steps)
-          shared_x[((step * 4 + j) * M + m) * 4 + t] =
-              make_uint4(pack<T>(v[0], v[4]), pack<T>(v[2], v[6]), pack<T>(v[1], v[5]),
-                         pack<T>(v[3], v[7]));
-        if (step < steps && j == 0 && t % (4 / PARTS) == 0)
-          shared_sums[(step * PARTS + t * PARTS / 4) * SUMS + m] = sum * (1 / Subnormal<T>::UNDO);
+        for (int i = 0; i < 8; i++) sum += e[i], e[i] *= Subnormal<T>::X;
+#pragma unroll
+        for (int bit = 4; bit < 4 * WORDS; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+#pragma unroll
+        for (int bit = 1; bit < 4 / PARTS; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+        if (!v.valid) continue;
+        shared_x[v.take * SLICE + ((v.step * WORDS + v.j) * M + v.m) * 4 + v.t] = make_uint4(
+            pack<T>(e[0], e[4]), pack<T>(e[2], e[6]), pack<T>(e[1], e[5]), pack<T>(e[3], e[7]));
+        if (v.j == 0 && v.t % (4 / PARTS) == 0)
+          shared_sums[((v.take * TAKE + v.step) * PARTS + v.t * PARTS / 4) * M + v.m] =
+              sum * (1 / Subnormal<T>::UNDO);
       }
     }
   }
 
-  // The lane's own of the factors of step s.
-  __device__ __forceinline__ static float factor(const Factors& f, int s, int part) {
-    if constexpr (TAKE == 1) return to_float(f.at[0]);
-    S mine = f.at[s * PARTS];
-#pragma unroll
-    for (int q = 1; q < PARTS; q++)
-      if (part == q) mine = f.at[s * PARTS + q];
-    return to_float(mine);
-  }
-
   // sums[pass] += tile @ x of that take, for this lane's rows g, g+8 and two rows of x.
-  __device__ __forceinline__ void multiply(float (&sums)[PASSES][4], const Tile& tile, int take) const {
+  __device__ __forceinline__ void multiply(float (&sums)[PASSES][4], const Held& held, int take) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, part = t * PARTS / 4;
-    const bool mine = g / COLS == part;  // column g of b carries the group of k 32t ..
+    // Column g of b carries the group of this lane's k, or nothing.
+    const uint4* b_of = (g / COLS == part ? shared_x + take * SLICE : zeros) + t;
 #pragma unroll
     for (int s = 0; s < TAKE; s++) {
-      const int step = take * TAKE + s;
       float even[PASSES][4] = {}, odd[PASSES][4] = {};
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const unsigned lo = (&tile.w[s][0].x)[j], hi = (&tile.w[s][1].x)[j];
+      for (int j = 0; j < WORDS; j++) {
+        const unsigned lo = held.w[s][0][j], hi = held.w[s][1][j];
         const unsigned a[4] = {lo & 0x000f000fu, hi & 0x000f000fu, lo >> 8 & 0x000f000fu,
                                hi >> 8 & 0x000f000fu};
         const unsigned b[4] = {lo & 0x00f000f0u, hi & 0x00f000f0u, lo >> 8 & 0x00f000f0u,
@@ -194,30 +230,31 @@ struct Qmv {
 #pragma unroll
         for (int p = 0; p < PASSES; p++) {
           const int m = min(p * COLS + g % COLS, M - 1);  // columns beyond M repeat: nobody looks
-          uint4 v = make_uint4(0, 0, 0, 0);
-          if (mine) v = shared_x[((step * 4 + j) * M + m) * 4 + t];
+          const uint4 v = b_of[((s * WORDS + j) * M + m) * 4];
           mma(even[p], a, v.x, v.y, T());
           mma(odd[p], b, v.z, v.w, T());
         }
       }
-      const float scale[2] = {factor(tile.scale[0], s, part), factor(tile.scale[1], s, part)};
-      const float bias[2] = {factor(tile.bias[0], s, part), factor(tile.bias[1], s, part)};
+      const float scale[2] = {factor(held.scale[0], s, part), factor(held.scale[1], s, part)};
+      const float bias[2] = {factor(held.bias[0], s, part), factor(held.bias[1], s, part)};
 #pragma unroll
-      for (int p = 0; p < PASSES; p++) {
-        const float* xs = shared_sums + (step * PARTS + part) * SUMS + p * COLS + 2 * t % COLS;
-        const float2 total = *reinterpret_cast<const float2*>(xs);
+      for (int p = 0; p < PASSES; p++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float product = fmaf(odd[p][i], 1.0f / 16, even[p][i]);
-          sums[p][i] = fmaf(scale[i / 2], product, sums[p][i]);
-          sums[p][i] = fmaf(bias[i / 2], i % 2 ? total.y : total.x, sums[p][i]);
+        for (int i = 0; i < (M == 1 ? 1 : 2); i++) {
+          const int m = min(p * COLS + 2 * t % COLS + i, M - 1);
+          const float total = shared_sums[((take * TAKE + s) * PARTS + part) * M + m];
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            const float product = fmaf(odd[p][2 * r + i], 1.0f / 16, even[p][2 * r + i]);
+            sums[p][2 * r + i] = fmaf(scale[r], product, sums[p][2 * r + i]);
+            sums[p][2 * r + i] = fmaf(bias[r], total, sums[p][2 * r + i]);
+          }
         }
-      }
     }
   }
 
-  // Lanes' sums -> the buffer, the groups of a quad added; on top of what is there if there is.
-  __device__ __forceinline__ void share(float (&sums)[PASSES][4], int buffer, bool more) const {
+  // Lanes' sums -> the warp's place in a buffer, the groups of a quad added.
+  __device__ __forceinline__ void share(float (&sums)[PASSES][4], int buffer) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     float* out = shared_out + (buffer * WARPS + warp) * (M * ROWS);
 #pragma unroll
@@ -226,11 +263,11 @@ struct Qmv {
       for (int i = 0; i < 4; i++) {
         float v = sums[p][i];
         sums[p][i] = 0;
+        if (M == 1 && i % 2) continue;
 #pragma unroll
         for (int bit = 4 / PARTS; bit < 4; bit *= 2) v += __shfl_xor_sync(0xffffffffu, v, bit);
         const int m = p * COLS + 2 * t % COLS + i % 2;
-        float* at = out + m * ROWS + g + i / 2 * 8;
-        if (t * PARTS / 4 == 0 && m < M) *at = more ? *at + v : v;
+        if (t * PARTS / 4 == 0 && m < M) out[m * ROWS + g + i / 2 * 8] = v;
       }
   }
 
@@ -242,14 +279,31 @@ struct Qmv {
     return sum * Subnormal<T>::UNDO;
   }
 
+  // The count-th tile of this block is multiplied.
   template <typename E>
-  __device__ __forceinline__ void write(int rows, int buffer, const E& epilogue) const {
-    for (int i = threadIdx.x; i < M * ROWS / E::ROWS; i += THREADS) {
-      const int m = i / (ROWS / E::ROWS), row = i % (ROWS / E::ROWS) * E::ROWS;
-      const int column = (rows + row) / E::ROWS;
-      if (column < epilogue.columns())
-        epilogue.write(m, column, total(buffer, m, row),
-                       E::ROWS == 2 ? total(buffer, m, row + 1) : 0.0f);
+  __device__ __forceinline__ void finish(float (&sums)[PASSES][4], int tile, int count,
+                                         const E& epilogue) const {
+    constexpr int COLUMNS = ROWS / E::ROWS, ITEMS = (M * COLUMNS + 31) / 32;  // of y; a lane's
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int buffer = count % 2;
+    const bool writes = warp == count % WARPS;
+    share(sums, buffer);
+    typename E::Behind behind[ITEMS];  // under way while the others finish
+#pragma unroll
+    for (int i = 0; writes && i < ITEMS; i++) {
+      const int m = (i * 32 + lane) / COLUMNS, row = blockIdx.y * M + m;
+      const int column = tile * COLUMNS + lane % COLUMNS;
+      if (m < M && row < rows && column < epilogue.columns()) behind[i] = epilogue.ahead(row, column);
+    }
+    __syncthreads();  // whoever fills this buffer again has passed the next tile's
+    if (!writes) return;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+      const int m = (i * 32 + lane) / COLUMNS, row = blockIdx.y * M + m;
+      const int column = tile * COLUMNS + lane % COLUMNS, first = lane % COLUMNS * E::ROWS;
+      if (m < M && row < rows && column < epilogue.columns())
+        epilogue.write(row, column, total(buffer, m, first),
+                       E::ROWS == 2 ? total(buffer, m, first + 1) : 0.0f, behind[i]);
     }
   }
 
@@ -257,37 +311,24 @@ struct Qmv {
   template <typename G, typename E>
   __device__ __forceinline__ void run(const G* weight, float eps, const E& epilogue) {
     start_next_kernel();
+    const int warp = threadIdx.x / 32, tiles = (n + ROWS - 1) / ROWS, takes = (k + SPAN - 1) / SPAN;
+    int tile = blockIdx.x, take = warp, count = 0;
+    Held held;  // the first loads are under way while x is prepared
+    if (take < takes) load_held(held, tile, take);
     place();
-    const int warp = threadIdx.x / 32, stride = gridDim.x * ROWS;
+    wait_for_previous_kernel();
+    prepare_x(weight, eps);
+    __syncthreads();
     float sums[PASSES][4] = {};
 #pragma unroll 1
-    for (int k0 = 0; k0 < k; k0 += chunk) {
-      const int steps = (min(chunk, k - k0) + STEP - 1) / STEP, takes = steps / TAKE;
-      int rows = blockIdx.x * ROWS, take = warp, buffer = 0;
-      Tile tile;  // the first loads are under way while x is prepared
-      if (take < takes) load_tile(tile, rows, k0, take);
-      if (k0 == 0)
-        wait_for_previous_kernel();
-      else
-        __syncthreads();  // the last chunk's x has been used
-      if (weight && k0 == 0) prepare_rms(eps);
-      prepare_x(weight, k0, steps);
-      __syncthreads();
-#pragma unroll 1
-      while (rows < n) {
-        if (take < takes) multiply(sums, tile, take);
-        take += WARPS;
-        const int done = rows;
-        const bool last = take >= takes;
-        if (last) take = warp, rows += stride;
-        if (rows < n && take < takes) load_tile(tile, rows, k0, take);
-        if (!last) continue;
-        share(sums, buffer, k0 > 0);
-        // One barrier a tile: whoever fills this buffer again has passed the next tile's.
-        __syncthreads();
-        if (k0 + chunk >= k) write(done, buffer, epilogue);
-        if (++buffer == buffers) buffer = 0;
-      }
+    while (tile < tiles) {
+      if (take < takes) multiply(sums, held, take);
+      take += WARPS;
+      const int done = tile;
+      const bool last = take >= TAKES;
+      if (last) take = warp, tile += gridDim.x;
+      if (tile < tiles && take < takes) load_held(held, tile, take);
+      if (last) finish(sums, done, count++, epilogue);
     }
   }
 };

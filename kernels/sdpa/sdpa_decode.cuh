@@ -11,43 +11,9 @@
 
 #include "../common/ptx.cuh"
 #include "../common/reduce.cuh"
+#include "softmax.cuh"
 
 namespace qrun {
-
-constexpr float LOG2E = 1.4426950408889634f;
-
-// What is known of softmax(scores) @ v: scores are in units of log 2.
-template <int COUNT>
-struct Softmax {
-  float max, sum, values[COUNT];
-
-  __device__ __forceinline__ Softmax() {
-    max = __int_as_float(0xff800000), sum = 0;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) values[i] = 0;
-  }
-
-  // The factor that brings sums taken against `max` to `next`; 0 where nothing was seen yet.
-  static __device__ __forceinline__ float factor(float max, float next) {
-    return max == __int_as_float(0xff800000) ? 0.0f : exp2f(max - next);
-  }
-
-  __device__ __forceinline__ void raise(float next) {
-    next = fmaxf(max, next);
-    const float f = factor(max, next);
-    max = next, sum *= f;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) values[i] *= f;
-  }
-
-  // Adds what the lane `mask` away has seen.
-  __device__ __forceinline__ void merge(int mask) {
-    raise(__shfl_xor_sync(0xffffffffu, max, mask));
-    sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) values[i] += __shfl_xor_sync(0xffffffffu, values[i], mask);
-  }
-};
 
 template <typename T, typename C, int D, int VEC, int ROWS, int WARPS>
 struct SdpaDecode {
@@ -98,7 +64,7 @@ struct SdpaDecode {
     if (from >= to) {
       if (splits > 1 && threadIdx.x < rows) {
         float* s = stats + (query(first_row() + threadIdx.x) * splits + blockIdx.x) * 2;
-        s[0] = __int_as_float(0xff800000), s[1] = 0;
+        s[0] = NOTHING, s[1] = 0;
       }
       return;
     }
@@ -142,7 +108,7 @@ struct SdpaDecode {
           dot = warp_sum<LANES>(dot);
           if (softcap != 0) dot = softcap * tanhf(dot / softcap);
           const bool seen = key < to && key <= newest[r] && (!window || key > newest[r] - window);
-          scores[u][r] = seen ? dot * LOG2E : __int_as_float(0xff800000);
+          scores[u][r] = seen ? dot * LOG2E : NOTHING;
         }
       }
 #pragma unroll
@@ -185,7 +151,7 @@ struct SdpaDecode {
     for (int i = threadIdx.x; i < rows * D; i += blockDim.x) {
       const int r = i / D, d = i % D, row = first_row() + r;
       const float* in = shared + r * (D + 2);
-      float highest = __int_as_float(0xff800000), sum = 0, value = 0;
+      float highest = NOTHING, sum = 0, value = 0;
       for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, in[w * ROWS * (D + 2)]);
       for (int w = 0; w < WARPS; w++) {
         const float* part = in + w * ROWS * (D + 2);
@@ -216,7 +182,7 @@ __device__ __forceinline__ void sdpa_merge(const float* values, const float* sta
   if (d >= D) return;
   values += static_cast<long long>(blockIdx.x) * splits * D;
   stats += static_cast<long long>(blockIdx.x) * splits * 2;
-  float highest = __int_as_float(0xff800000), sum = 0, value = 0;
+  float highest = NOTHING, sum = 0, value = 0;
   for (int s = 0; s < splits; s++) highest = fmaxf(highest, stats[2 * s]);
   for (int s = 0; s < splits; s++) {
     const float f = Softmax<1>::factor(stats[2 * s], highest);

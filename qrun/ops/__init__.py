@@ -1,6 +1,7 @@
 """One file an op: its contract, its float64 reference, the bytes it must move, its launch."""
 
 from qrun.ops.argmax import argmax
+from qrun.ops.attend import attend
 from qrun.ops.combine import combine
 from qrun.ops.embedding import embedding
 from qrun.ops.gather_qmm import gather_qmm
@@ -19,6 +20,7 @@ __all__ = [
     "QuantizedMatrix",
     "Routes",
     "argmax",
+    "attend",
     "combine",
     "embedding",
     "gather_qmm",

@@ -29,6 +29,7 @@ combine = _ext.combine
 sample = on_host
 gemm = _mlx.gemm
 once = enqueued
+attend = None
 
 
 def traced(step: Step) -> Step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from qrun.ops import _mlx
+from qrun.ops._cuda_attend import attend
 from qrun.ops._cuda_product import qmm, qmv
 from qrun.ops._cuda_program import once, traced
 from qrun.ops._cuda_rows import argmax, embedding, rms_norm, rope, sdpa, swiglu
@@ -17,6 +18,7 @@ __all__ = [
     "PREFILL_ROWS",
     "QMV_ROWS",
     "argmax",
+    "attend",
     "combine",
     "embedding",
     "gather_qmm",
@@ -35,7 +37,7 @@ __all__ = [
 ]
 
 NAME = "cuda"
-QMV_ROWS = 16
+QMV_ROWS = 8
 PREFILL_ROWS = 2048
 GATHERS = False
 

@@ -35,11 +35,14 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Threads a block, blocks an SM shall hold at least, bytes of shared memory."""
+    """Threads a block, blocks an SM shall hold at least, bytes of shared memory; blocks along x
+    that form a cluster.
+    """
 
     threads: int
     blocks: int = 1
     shared: int = 0
+    cluster: int = 1
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,9 @@ def _kernel(
     )
     body = re.sub(r"\b(\w+)_shape\[(\d)\]", r"\1_shape_\2", source)
     stem = file.rsplit("/", 1)[-1].removesuffix(".cuh")
+    cluster = f"__cluster_dims__({shape.cluster}, 1, 1) " if shape.cluster > 1 else ""
     signature = (
-        f"__launch_bounds__({shape.threads}, {shape.blocks})\n"
+        f"{cluster}__launch_bounds__({shape.threads}, {shape.blocks})\n"
         f"NAME({', '.join(parameters)}) {{\n{fixed}  {body}\n}}\n"
     )
     # The size of shared memory is part of the name: MLX raises its limit once for each name.
@@ -162,6 +166,13 @@ def _kernel(
     text = f'#include "{file}"\n\nextern "C" __global__ void {signature.replace("NAME", name, 1)}'
     types = [f"{n}={TYPES[v] if isinstance(v, mx.Dtype) else v}" for n, v in constants]
     return Kernel(" ".join([stem, *types]), name, text, shape), [(n, int(a)) for n, a in shapes]
+
+
+def alone() -> bool:
+    """Whether MLX stays out of it. It updates a CUDA graph of the same form in place, which does
+    not change the size of a kernel's clusters: such kernels are not for MLX to launch.
+    """
+    return _runner is not by_mlx
 
 
 def after(arrays: list[mx.array], first: mx.array) -> list[mx.array]:

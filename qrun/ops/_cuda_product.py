@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from math import ceil
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -78,17 +79,15 @@ def _qmv(
     scale: float,
 ) -> mx.array:
     rows, group = x.shape[0], m.spec.group_size
-    tiles = ceil_div(m.n, 16)
-    grid = min(tiles, tile.blocks * SMS)
-    chunk, buffers, shared = tile.chunk(rows, m.k, group, ceil_div(tiles, grid))
     weight, eps = norm or (None, 0.0)
     epilogue, constants = _epilogue(bias, residual, activation, scale)
-    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "M": rows}
-    constants |= {"WARPS": tile.warps, "TAKE": tile.take}
+    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "M": tile.rows}
+    constants |= {"WORDS": tile.words, "TAKE": tile.take, "WARPS": tile.warps}
+    constants |= {"ROUNDS": tile.rounds(m.k)}
     constants["G"] = mx.float32 if weight is None else weight.dtype
     source = (
-        "qrun::Qmv<T, S, GROUP, M, WARPS, TAKE>{x, w, scales, biases, w_shape[0], x_shape[1], "
-        f"{chunk}, {buffers}}}.run({pointer('norm', weight, 'G')}, {literal(eps)}, {epilogue});"
+        "qrun::Qmv<T, S, GROUP, M, WORDS, TAKE, WARPS, ROUNDS>{x, w, scales, biases, x_shape[0], "
+        f"w_shape[0], x_shape[1]}}.run({pointer('norm', weight, 'G')}, {literal(eps)}, {epilogue});"
     )
     columns = m.n if activation is None else m.n // 2
     return launch(
@@ -97,57 +96,63 @@ def _qmv(
         {"x": x, **matrix(m), "norm": weight, "bias": bias, "residual": residual},
         {"y": ((rows, columns), x.dtype)},
         constants,
-        (grid, 1, 1),
-        Shape(32 * tile.warps, tile.blocks, shared),
+        (min(ceil_div(m.n, 16), tile.blocks * SMS), ceil_div(rows, tile.rows), 1),
+        Shape(32 * tile.warps, tile.blocks, tile.shared(m.k, group)),
     )[0]
 
 
 class QmvTile(NamedTuple):
-    """Warps of a block of qmv.cuh, blocks an SM shall hold, steps that a warp takes together."""
+    """Of qmv.cuh: rows of x of a block, words a lane holds of a step, steps of a take, warps, and
+    blocks that an SM shall hold.
+    """
 
+    rows: int
+    words: int
+    take: int
     warps: int
     blocks: int
-    take: int
 
-    def chunk(self, rows: int, k: int, group: int, tiles: int) -> tuple[int, int, int]:
-        """k of x held in shared memory at a time; buffers of sums; the bytes of shared memory.
+    def rounds(self, k: int) -> int:
+        return ceil_div(k, 32 * self.words * self.take * self.warps)
 
-        tiles: of one block. Their sums are all kept if x comes in several chunks.
-        """
-        columns = 8 * group // 128
-        sums = ceil_div(rows, columns) * columns
-        step = 128 * self.take
-        steps = ceil_div(k, step)
-
-        def needed(chunk: int, buffers: int) -> int:
-            held = chunk * rows * 2 + chunk // group * sums * 4 + rows * 4
-            return held + buffers * self.warps * rows * 16 * 4
-
-        limit, parts, buffers = SHARED // self.blocks - 1280, 1, 2
-        while needed(ceil_div(steps, parts) * step, buffers) > limit:
-            parts, buffers = parts + 1, tiles
-        chunk = ceil_div(steps, parts) * step
-        return chunk, buffers, needed(chunk, buffers)
+    def shared(self, k: int, group: int) -> int:
+        """Bytes of shared memory: `SHARED` of the kernel."""
+        takes, parts = self.warps * self.rounds(k), 32 * self.words // group
+        x = (takes + 1) * self.take * self.words * self.rows * 64
+        sums = takes * self.take * parts + 2 * self.warps * 16 + self.warps
+        return x + sums * self.rows * 4
 
 
 def qmv_tile(rows: int, n: int, k: int, group: int) -> QmvTile:
-    """Takes as long as k allows, and as many warps as deal them out evenly."""
-    steps, passes = ceil_div(k, 128), ceil_div(rows, 8 * group // 128)
-    take = 4 if k % 512 == 0 and steps >= 32 and group > 32 else 2
-    if k % 256 or steps < 16 or passes > 4:
-        take = 1
-    if passes > 1 and steps // take > 8:  # the rows of x take registers too
-        take = min(take, 2)
-    if steps // take > 16:  # a long k: two blocks of smaller takes hide more (4096x14336: 13.9 us
-        take = min(take, 2)  # against 15.2)
-    takes = steps // take
-    most = 8 if group == 32 and passes > 2 else 16
-    warps = ceil_div(takes, ceil_div(takes, most))
-    tiles = ceil_div(n, 16)
-    blocks = 2 if warps <= 8 or (rows == 1 and take < 4) else 1
-    if passes > 2 or tiles <= SMS:
-        blocks = 1
-    return QmvTile(warps, blocks, take)
+    """About 16 warps an SM with 8 loads under way each, takes dealt out evenly: the best of 460
+    timings (kernels/qmv/README.md).
+    """
+    rows = ceil_div(rows, ceil_div(rows, 8))
+    while True:
+        tile = _qmv_tile(rows, n, k, group)
+        if tile.shared(k, group) <= SHARED // tile.blocks - 1024:
+            return tile
+        rows = ceil_div(rows, 2)  # x does not fit: several blocks read the same w
+
+
+def _qmv_tile(rows: int, n: int, k: int, group: int) -> QmvTile:
+    # A load of 16 bytes spans two groups of 64, which costs half of the columns of x.
+    words = 2 if rows > group // 16 and group < 128 else 4
+    steps, step = ceil_div(k, 32 * words), 32 * words
+    most = 4 if (steps >= 64 if words == 2 else _long(steps, n)) else 2
+    take = next(t for t in (4, 2, 1) if t <= most and (t == 1 or k % (step * t) == 0))
+    takes = ceil_div(steps, take)
+    widest = 28 if words == 4 and rows > 2 else 16
+    warps = ceil_div(takes, ceil_div(takes, widest))
+    blocks = max(1, min(4, 16 // warps))
+    if words == 4 and rows <= 2 and takes > warps:
+        blocks = 2
+    return QmvTile(rows, words, take, warps, blocks)
+
+
+def _long(steps: int, n: int) -> bool:
+    """Whether takes of four steps leave enough of them, and not too many."""
+    return 32 <= steps <= 64 or (steps >= 16 and n >= 8192)
 
 
 def _plain(
@@ -204,13 +209,14 @@ class MmaTile(NamedTuple):
 
 class WgmmaTile(NamedTuple):
     """Of qmm_wgmma.cuh: rows of x of a block; its warpgroups, each with 64 rows of w; runs
-    under way; blocks that an SM shall hold.
+    under way; blocks that an SM shall hold; blocks that share the runs of a tile.
     """
 
     bm: int
     wn: int
     stages: int
     blocks: int
+    splits: int = 1
 
     @property
     def bn(self) -> int:
@@ -223,19 +229,39 @@ class WgmmaTile(NamedTuple):
         return max(stages + 16 * self.stages, self.bm * (self.bn + 4) * 4) + 1024
 
 
-def qmm_tile(rows: int, n: int, group: int, alike: bool = True) -> MmaTile | WgmmaTile:
-    """alike: scales are of x's type.
+# What full SMs reach with a tile, TFLOP/s (kernels/qmm/README.md).
+WGMMA_TILES = {
+    WgmmaTile(16, 2, 8, 4): 130,
+    WgmmaTile(32, 2, 6, 3): 215,
+    WgmmaTile(32, 4, 6, 2): 215,
+    WgmmaTile(64, 4, 6, 1): 440,
+    WgmmaTile(128, 2, 3, 2): 570,
+    WgmmaTile(256, 2, 3, 1): 620,
+}
 
-    The tallest of the tiles that gives most SMs a block (kernels/qmm/README.md has their times).
-    Few rows are better off with mma.sync, whose warps can split K, unless w is long.
-    """
-    tall = ceil_div(n, 128)
-    if generation() != 9 or not alike or (rows <= 64 and tall < 96):
+
+def qmm_tile(rows: int, n: int, k: int, group: int, alike: bool = True) -> MmaTile | WgmmaTile:
+    """The quickest by an estimate. alike: scales are of x's type."""
+    if generation() != 9 or not alike:
         return mma_tile(rows, n, group)
-    for tile in (WgmmaTile(256, 2, 3, 1), WgmmaTile(128, 2, 3, 2)):
-        if rows > tile.bm // 2 and tall * ceil_div(rows, tile.bm) >= 96:
-            return tile
-    return WgmmaTile(64, 2, 6, 2)
+    most = min(16, ceil_div(k, 256))  # every split has two runs
+    every = (t._replace(splits=s) for t in WGMMA_TILES for s in range(1, most + 1))
+    return min(every, key=lambda tile: _microseconds(tile, rows, n, k))
+
+
+def _microseconds(tile: WgmmaTile, rows: int, n: int, k: int) -> float:
+    """Of a launch. Its numbers are fitted to 262 timings; what is chosen by them is within 11 % of
+    the best one, on average within 2 %.
+    """
+    rate = WGMMA_TILES[tile._replace(splits=1)] * 1e6 / SMS  # flops a microsecond and SM
+    run = tile.blocks * tile.bm * tile.bn * 2 * 128 / rate
+    waves = ceil_div(rows, tile.bm) * ceil_div(n, tile.bn) * tile.splits / (SMS * tile.blocks)
+    part = waves % 1
+    work = (waves - part + (max(part, 0.8) if part else 0)) * ceil_div(
+        ceil_div(k, 128), tile.splits
+    )
+    sums = tile.splits * tile.bm * tile.bn * 4  # bytes that the last block of a tile adds up
+    return work * run + 2 * ceil(waves) + (2 + sums / 25e3 if tile.splits > 1 else 0)
 
 
 def mma_tile(rows: int, n: int, group: int) -> MmaTile:
@@ -264,10 +290,23 @@ def qmm(
 ) -> mx.array:
     if not _tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
-    tile = qmm_tile(x.shape[0], m.n, m.spec.group_size, x.dtype == m.scale_dtype)
+    tile = qmm_tile(x.shape[0], m.n, m.k, m.spec.group_size, x.dtype == m.scale_dtype)
+    return _qmm(x, m, tile, norm, bias, residual, activation, scale)
+
+
+def _qmm(
+    x: mx.array,
+    m: QuantizedMatrix,
+    tile: MmaTile | WgmmaTile,
+    norm: Norm | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
     if isinstance(tile, WgmmaTile):
-        arranged = _arrange(x, norm, tile.bm)
-        return _qmm_wgmma(arranged, x, m, tile, bias, residual, activation, scale)
+        arranged, done = _arrange(x, norm, tile, m.n)
+        return _qmm_wgmma(arranged, done, x, m, tile, bias, residual, activation, scale)
     prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
     return _qmm_mma(prepared, sums, m, tile, bias, residual, activation, scale)
 
@@ -289,21 +328,22 @@ def _prepare(x: mx.array, norm: Norm | None, group: int, bm: int) -> list[mx.arr
     )
 
 
-def _arrange(x: mx.array, norm: Norm | None, bm: int) -> mx.array:
-    """x normed and arranged for wgmma, (runs of 128 k, 2, M up to bms, 64)."""
+def _arrange(x: mx.array, norm: Norm | None, tile: WgmmaTile, n: int) -> list[mx.array]:
+    """x normed and arranged for wgmma, (runs of 128 k, 2, M up to bms, 64); a zero a tile."""
     rows, k = x.shape
     weight, eps = norm or (None, 0.0)
-    runs, pm = ceil_div(k, 128), ceil_div(rows, bm) * bm
+    runs, pm = ceil_div(k, 128), ceil_div(rows, tile.bm) * tile.bm
+    tiles = ceil_div(rows, tile.bm) * ceil_div(n, tile.bn) if tile.splits > 1 else 1
     return launch(
         "qmm/qmm_arrange.cuh",
-        f"qrun::qmm_arrange(x, {pointer('norm', weight, 'G')}, {literal(eps)}, out, x_shape[1], "
-        f"(x_shape[0] + {bm - 1}) / {bm} * {bm});",
+        f"qrun::qmm_arrange(x, {pointer('norm', weight, 'G')}, {literal(eps)}, out, done, {tiles}, "
+        f"x_shape[1], (x_shape[0] + {tile.bm - 1}) / {tile.bm} * {tile.bm});",
         {"x": x, "norm": weight},
-        {"out": ((runs, 2, pm, 64), x.dtype)},
+        {"out": ((runs, 2, pm, 64), x.dtype), "done": ((tiles,), mx.int32)},
         {"G": mx.float32 if weight is None else weight.dtype},
         (rows, 1, 1),
         Shape(min(512, ceil_div(runs * 16, 32) * 32)),
-    )[0]
+    )
 
 
 def _qmm_mma(
@@ -335,6 +375,7 @@ def _qmm_mma(
 
 def _qmm_wgmma(
     arranged: mx.array,
+    done: mx.array,
     x: mx.array,  # for its number of rows
     m: QuantizedMatrix,
     tile: WgmmaTile,
@@ -344,16 +385,26 @@ def _qmm_wgmma(
     scale: float,
 ) -> mx.array:
     rows, columns = x.shape[0], m.n if activation is None else m.n // 2
+    across, along = ceil_div(rows, tile.bm), ceil_div(m.n, tile.bn)
     epilogue, constants = _epilogue(bias, residual, activation, scale)
-    constants |= {"T": x.dtype, "GROUP": m.spec.group_size}
-    constants |= {"BM": tile.bm, "WN": tile.wn, "STAGES": tile.stages}
+    constants |= {"T": x.dtype, "GROUP": m.spec.group_size, "BM": tile.bm, "WN": tile.wn}
+    constants |= {"STAGES": tile.stages, "SPLITS": tile.splits}
+    sums = across * along * tile.splits * tile.bm * tile.bn if tile.splits > 1 else 4
     return launch(
         "qmm/qmm_wgmma.cuh",
-        f"qrun::QmmWgmma<T, GROUP, BM, WN, STAGES>{{arranged, w, scales, biases, x_shape[0], "
-        f"w_shape[0], w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
-        {"x": x, "arranged": arranged, **matrix(m), "bias": bias, "residual": residual},
-        {"y": ((rows, columns), x.dtype)},
+        "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, SPLITS>{arranged, w, scales, biases, "
+        "reinterpret_cast<float4*>(parts), const_cast<int*>(done), x_shape[0], w_shape[0], "
+        f"w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
+        {
+            "x": x,
+            "arranged": arranged,
+            "done": done,
+            **matrix(m),
+            "bias": bias,
+            "residual": residual,
+        },
+        {"y": ((rows, columns), x.dtype), "parts": ((sums,), mx.float32)},
         constants,
-        (ceil_div(rows, tile.bm), ceil_div(m.n, tile.bn), 1),
+        (across, along, tile.splits),
         Shape(128 * tile.wn, tile.blocks, tile.shared),
     )[0]

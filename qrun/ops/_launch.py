@@ -54,11 +54,30 @@ class Backend(Protocol):
     combine: Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
     sdpa: Callable[..., mx.array]
     rope: Callable[..., tuple[mx.array, mx.array, mx.array]]
+    # rope and sdpa of one new token as one kernel, which may answer None; None: there is none.
+    attend: Callable[..., tuple[mx.array, mx.array, mx.array] | None] | None
     rms_norm: Callable[[mx.array, mx.array, float], mx.array]
     embedding: Callable[..., mx.array]
     swiglu: Callable[[mx.array], mx.array]
     argmax: Callable[[mx.array, int], mx.array]
     sample: Callable[..., mx.array]
+
+
+def _nobody(line: str) -> None: ...
+
+
+_show = _nobody
+
+
+def show_by(shower: Callable[[str], None]) -> None:
+    """Who is told what a backend does that takes long, such as compiling; "" when it is over."""
+    global _show
+    _show = shower
+
+
+def show(line: str) -> None:
+    """Tell them."""
+    _show(line)
 
 
 def enqueued(step: Step) -> Step:

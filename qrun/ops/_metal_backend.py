@@ -31,6 +31,7 @@ sample = on_device
 rms_norm = _metal.rms_norm
 gemm = _metal.gemm
 once = enqueued
+attend = None
 gather_qmm = _mlx.gather_qmm
 route = _mlx.route
 combine = _mlx.combine

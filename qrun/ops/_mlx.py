@@ -21,6 +21,7 @@ GATHERS = False
 
 sample = on_device
 once = enqueued
+attend = None
 
 
 def traced(step: Step) -> Step:

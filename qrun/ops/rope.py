@@ -39,25 +39,41 @@ def rope(
 
     The caller keeps offset + L <= C: the kernels cannot raise.
     """
-    axes = check_shape("rope", "k_cache", k_cache, "B Hkv C D")
-    check_shape("rope", "v_cache", v_cache, "B Hkv C D", **axes)
-    width = (heads + 2 * axes["Hkv"]) * axes["D"]
-    rows = check_shape("rope", "qkv", qkv, "BL W", W=width)["BL"]
-    if rows % axes["B"]:
-        raise ValueError(f"rope: {rows} rows of qkv do not divide into {axes['B']} sequences")
-    check_dtype("rope", "qkv", qkv)
-    check_dtype("rope", "offset", offset, mx.int32)
-    check_shape("rope", "offset", offset, "P")
-    check_dtype("rope", "table", table, mx.float32)
-    half = check_shape("rope", "table", table, "T half pair", pair=2)["half"]
-    if 2 * half > axes["D"]:
-        raise ValueError(f"rope: table rotates {2 * half} dims, the head has {axes['D']}")
-    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if weight is not None:
-            check_shape("rope", name, weight, "D", D=axes["D"])
+    check_rope(qkv, k_cache, v_cache, offset, table, heads, q_norm, k_norm)
     return _launch.backend().rope(
         qkv, k_cache, v_cache, offset, table, heads=heads, q_norm=q_norm, k_norm=k_norm, eps=eps
     )
+
+
+def check_rope(
+    qkv: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    offset: mx.array,
+    table: mx.array,
+    heads: int,
+    q_norm: mx.array | None,
+    k_norm: mx.array | None,
+    *,
+    op: str = "rope",
+) -> None:
+    """Raises for what rope, or attend, does not take."""
+    axes = check_shape(op, "k_cache", k_cache, "B Hkv C D")
+    check_shape(op, "v_cache", v_cache, "B Hkv C D", **axes)
+    width = (heads + 2 * axes["Hkv"]) * axes["D"]
+    rows = check_shape(op, "qkv", qkv, "BL W", W=width)["BL"]
+    if rows % axes["B"]:
+        raise ValueError(f"{op}: {rows} rows of qkv do not divide into {axes['B']} sequences")
+    check_dtype(op, "qkv", qkv)
+    check_dtype(op, "offset", offset, mx.int32)
+    check_shape(op, "offset", offset, "P")
+    check_dtype(op, "table", table, mx.float32)
+    half = check_shape(op, "table", table, "T half pair", pair=2)["half"]
+    if 2 * half > axes["D"]:
+        raise ValueError(f"{op}: table rotates {2 * half} dims, the head has {axes['D']}")
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            check_shape(op, name, weight, "D", D=axes["D"])
 
 
 def rope_ref(
