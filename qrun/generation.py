@@ -127,7 +127,7 @@ def encode_prompt(
     model: LoadedModel, prompt: Prompt, *, system: str | None, raw: bool
 ) -> list[int]:
     """Token ids of any form of prompt."""
-    vocab = model.tokenizer.size
+    vocab = model.vocab
     for name, text in (("prompt", prompt), ("system message", system)):
         if isinstance(text, str) and not _is_text(text):
             raise UsageError(f"the {name} is not UTF-8 text")
@@ -154,10 +154,9 @@ def encode_prompt(
         ids = model.tokenizer.encode_chat(_messages(system, messages))
     if not ids:
         raise UsageError("the prompt is empty")
-    if max(ids) >= model.vocab:
+    if max(ids) >= vocab:
         raise CheckpointError(
-            f"the prompt holds token {max(ids)}: the tokenizer has {vocab}, "
-            f"the model {model.vocab}",
+            f"the prompt holds token {max(ids)}, the model knows those up to {vocab - 1}",
             hint="tokenizer and weights may be of two models",
         )
     return ids
@@ -182,7 +181,7 @@ def _run(
     """The loop. While a token is read, the step that consumes it is already under way."""
     started = time.perf_counter()
     decoder = StreamingDecoder(model.tokenizer)
-    sampler = Sampler(sampling, ids, model.tokenizer.size)
+    sampler = Sampler(sampling, ids, model.vocab)
     tokens: list[int] = []
     pieces: list[str] = []
     reason: FinishReason = "length"

@@ -229,11 +229,11 @@ def _text(report: Report, config: Config | None) -> None:
             report.notes.append(f"{error}{rest}; {error.hint}")
     if config is None:
         return
-    vocab = config.values.get("vocab_size")
-    if isinstance(vocab, int) and tokenizer.size > vocab:
+    vocab, ids = config.values.get("vocab_size"), tokenizer.inner.get_vocab(with_added_tokens=True)
+    size = max(ids.values(), default=-1) + 1
+    if isinstance(vocab, int) and size > vocab:
         report.notes.append(
-            f"the tokenizer has {tokenizer.size} tokens, the model {vocab}: "
-            "no prompt may hold the others"
+            f"the tokenizer has {size} tokens, the model {vocab}: no prompt may hold the others"
         )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -242,10 +242,10 @@ def _text(report: Report, config: Config | None) -> None:
         except CheckpointError as error:
             _add(report, error)
     report.notes += [str(warning.message) for warning in caught]
-    never = [str(i) for i in report.stop_tokens if i >= tokenizer.size]
+    never = [str(i) for i in report.stop_tokens if i >= size]
     if never:
         report.notes.append(
-            f"stop tokens that are none of the tokenizer's {tokenizer.size}: {', '.join(never)}"
+            f"stop tokens that are none of the tokenizer's {size}: {', '.join(never)}"
         )
     if len(never) == len(report.stop_tokens):
         report.notes.append("no stop token: a text ends only at its longest")

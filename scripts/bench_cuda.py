@@ -28,6 +28,10 @@ from qrun.quantization import Quantization
 SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (1024, 1024))  # N, K
 ROTATING = ("w", "scales", "biases")
 KINDS = {"x": "b", "q": "b", "k_cache": "b", "v_cache": "b", "w": "u", "scales": "s", "biases": "s"}
+PLAIN: dict[str, Any] = {
+    **{"q_norm": None, "k_norm": None, "eps": 1e-5},
+    **{"scale": 0.1, "window": 0, "softcap": 0.0},
+}
 NONE: dict[str, Any] = {"bias": None, "residual": None, "activation": None, "scale": 1.0}
 
 
@@ -180,7 +184,7 @@ def qmm_cases() -> list[str]:
 def sdpa_cases() -> list[str]:
     out: list[str] = []
     for heads, kv, d in ((32, 8, 128), (16, 8, 128), (32, 8, 64), (9, 3, 64)):
-        for held in (512, 4096, 32768):
+        for held in (512, 4096, 7936, 32768):
             cache = [mx.zeros((1, kv, held + 256, d), mx.bfloat16) for _ in range(2)]
             q = mx.zeros((1, heads, 1, d), mx.bfloat16)
             out.append(
@@ -189,6 +193,19 @@ def sdpa_cases() -> list[str]:
                     "split",
                     lambda q=q, c=cache, held=held: _cuda_rows.sdpa(
                         q, *c, mx.array([held - 1], mx.int32), scale=0.1, window=0, softcap=0
+                    ),
+                )
+            )
+            if held > _cuda_attend.LONGEST:
+                continue
+            table = mx.zeros((held + 256, d // 2, 2))
+            qkv = mx.zeros((1, (heads + 2 * kv) * d), mx.bfloat16)
+            out.append(
+                case(
+                    f"attend {heads}/{kv} D {d} S {held}",
+                    "one launch",
+                    lambda x=qkv, c=cache, held=held, table=table, heads=heads: _cuda_attend.attend(
+                        x, *c, mx.array([held - 1], mx.int32), table, heads=heads, **PLAIN
                     ),
                 )
             )

@@ -18,11 +18,15 @@ import numpy.typing as npt
 from qrun.ops import _cuda
 from qrun.ops._launch import Arrays
 from qrun.ops.argmax import argmax_ref
+from qrun.ops.combine import combine_ref
+from qrun.ops.gather_qmm import gather_qmm_ref
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.qmv import gated_ref, qmv_ref
 from qrun.ops.rms_norm import rms_norm_ref
 from qrun.ops.rope import rope_ref
+from qrun.ops.route import route_ref
 from qrun.ops.sdpa import sdpa_ref
+from qrun.ops.softcap import softcap_ref
 from qrun.quantization import Quantization, dequantize_ref, pack
 
 Array = npt.NDArray[np.float64]
@@ -166,6 +170,79 @@ def rows() -> Iterator[Case]:
             return [(y, dense(m)[ids] * 2)]
 
         yield f"embedding {spec}", embed
+
+
+def mixtures() -> Iterator[Case]:
+    for tokens, top, count, n, k, group, dtype, activation in (
+        (1, 2, 5, 48, 256, 64, BF, "swiglu"),
+        (5, 4, 8, 37, 96, 32, HF, None),
+        (8, 8, 128, 64, 1024, 64, BF, "swiglu"),
+        (40, 2, 8, 130, 256, 64, BF, "swiglu"),
+        (300, 4, 6, 96, 576, 64, HF, None),
+        (130, 8, 40, 70, 128, 128, BF, None),
+    ):
+
+        def run(
+            tokens: int = tokens, top: int = top, count: int = count, n: int = n, k: int = k,
+            group: int = group, dtype: Any = dtype, activation: Any = activation,
+        ) -> Any:  # fmt: skip
+            logits, x = normal((tokens, count), dtype, 3), normal((tokens, k), dtype)
+            m = matrix(count * n, k, Quantization(4, group), dtype)
+            expert, row, place, share = _cuda.route(logits, top, True)
+            chosen, share_ref = route_ref(f64(logits), top, renormalize=True)
+            e, r, p = (np.array(a) for a in (expert, row, place))
+            order = np.argsort(e[p], axis=1), np.argsort(chosen, axis=1, kind="stable")
+            sorted_ref = np.take_along_axis(chosen, order[1], 1)
+            if (
+                not (np.take_along_axis(e[p], order[0], 1) == sorted_ref).all()
+                or np.diff(e).min() < 0
+            ):
+                raise AssertionError("route chose other experts, or not in their order")
+            shares = np.take_along_axis(f64(share), order[0], 1)
+            y = _cuda.gather_qmm(
+                x, m, row, expert, count=count, activation=activation, grouped=tokens > 1
+            )
+            w = dense(m).reshape(count, n, k)
+            pairs = normal((tokens * top, k), dtype)
+            back = _cuda.gather_qmm(
+                pairs, m, None, expert, count=count, activation=None, grouped=tokens > 1
+            )
+            every = np.arange(len(e))
+            residual = normal((tokens, y.shape[1]), dtype)
+            return [
+                (mx.array(shares), np.take_along_axis(share_ref, order[1], 1)),
+                (y, gather_qmm_ref(f64(x), w, r, e, activation=activation)),
+                (back, gather_qmm_ref(f64(pairs), w, every, e)),
+                (
+                    _cuda.combine(y, place, share, residual),
+                    combine_ref(f64(y), p, f64(share), f64(residual)),
+                ),
+            ]
+
+        yield f"mixture M {tokens} top {top} of {count} N {n} K {k} {dtype}", run
+
+    def dense_few() -> Any:
+        x, w, bias = normal((3, 96), BF), normal((37, 96), HF), normal((37,), BF)
+        y = _cuda.gemm(x, w, bias=bias, residual=None, activation=None, scale=0.5)
+        return [(y, f64(x) @ f64(w).T * 0.5 + f64(bias))]
+
+    yield "gemm of few rows", dense_few
+
+    def parts() -> Any:
+        x, a, b = normal((3, 200), BF, 3), normal((64,), BF), normal((48,), BF)
+        ref = f64(x)
+        ref[:, :64] = rms_norm_ref(ref[:, :64], f64(a), 1e-5)
+        ref[:, 64:112] = rms_norm_ref(ref[:, 64:112], f64(b), 1e-5)
+        rest = normal((3, 200), BF)
+        w = normal((200,), HF)
+        behind = _cuda.rms_norm(x, w, 1e-5, rest)
+        return [
+            (_cuda.rms_norm_parts(x, [a, b], 1e-5), ref),
+            (behind, rms_norm_ref(f64(x), f64(w), 1e-5, f64(rest))),
+            (_cuda.softcap(x, 2.0), softcap_ref(f64(x), 2.0)),
+        ]
+
+    yield "rms_norm of parts, with a residual; softcap", parts
 
 
 def ropes() -> Iterator[Case]:
@@ -331,7 +408,7 @@ def chain() -> Iterator[Case]:
 def main() -> int:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     bad = 0
-    for label, run in [*products(), *rows(), *ropes(), *sdpas(), *attends(), *chain()]:
+    for label, run in [*products(), *rows(), *mixtures(), *ropes(), *sdpas(), *attends(), *chain()]:
         if wanted not in label:
             continue
         started, worst, problem = time.perf_counter(), 0.0, ""

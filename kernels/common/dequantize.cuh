@@ -78,4 +78,15 @@ struct MicroScaled {
   }
 };
 
+// Numbers that are not quantized at all.
+template <typename W>
+struct Dense {
+  const W* w;  // (N, K)
+  int k;
+
+  __device__ __forceinline__ void eight(float (&v)[8], long long row, int u) const {
+    load(v, w + row * k + u * 8);
+  }
+};
+
 }  // namespace qrun

@@ -14,6 +14,10 @@
 // A word of w, codes n0 .. n7, is one lane's share of two wgmma: (n0, n4), (n2, n6) and (n1, n5), (n3, n7).
 // BN is four times BM in bytes of a run, so that both cost the L2 cache alike.
 //
+// gather_qmm: a row of x goes with one of E matrices, and equal ones follow each other. Of a tile of BM
+// rows a block computes all and writes those of its own matrix: block i < tiles takes the matrix of the
+// tile's first row, block tiles + e takes matrix e, if its first row lies within a tile.
+//
 // Where the tiles are fewer than the SMs, SPLITS blocks share the runs of a tile. Each leaves its sums in
 // memory, as they lie in its registers; the one that comes last adds all of them up, in their order.
 #pragma once
@@ -76,6 +80,8 @@ struct QmmWgmma {
   float4* parts;      // (tiles, SPLITS, BM / 8, THREADS), if there are several
   int* done;          // (tiles,): the splits that have left their sums; zeros
   int m, n, k, pm;
+  const int* expert = nullptr;  // (M,), ascending; w is (E * N, K / 8)
+  int m0 = 0, own = 0;          // the block's first row of x, and its matrix
 
   // A lane's share of a run: rows g and g+8.
   struct Piece {
@@ -94,7 +100,7 @@ struct QmmWgmma {
     empty = full + STAGES;
   }
   // m goes first: the blocks that run together read few rows of w, and x stays in L2.
-  __device__ __forceinline__ int first_m() const { return blockIdx.x * BM; }
+  __device__ __forceinline__ int first_m() const { return m0; }
   __device__ __forceinline__ int first_n() const { return blockIdx.y * BN; }
   __device__ __forceinline__ int runs() const { return (k + RUN - 1) / RUN; }
   // Of this split: every split has one at least.
@@ -125,9 +131,40 @@ struct QmmWgmma {
     return p;
   }
 
+  // The first row of x whose matrix is not before e; every warp looks for itself, 32 places at a time.
+  __device__ __forceinline__ int lower_bound(int e) const {
+    int from = 0, to = m;
+    while (from < to) {
+      const int step = (to - from + 31) / 32, at = from + threadIdx.x % 32 * step;
+      const int before = __popc(__ballot_sync(0xffffffffu, at < to && expert[at] < e));
+      to = min(to, from + before * step);
+      if (before) from += (before - 1) * step + 1;
+    }
+    return from;
+  }
+
+  // Whether there is work for this block.
+  __device__ __forceinline__ bool choose() {
+    const int tiles = (m + BM - 1) / BM, block = blockIdx.x;
+    m0 = block * BM;
+    if (!expert) return true;
+    if (block >= tiles) {
+      const int row = lower_bound(block - tiles);
+      if (row == m || expert[row] != block - tiles || row % BM == 0) return false;
+      m0 = row / BM * BM, own = block - tiles;
+    } else {
+      own = expert[m0];
+    }
+    const long long first = static_cast<long long>(own) * n;
+    w += first * (k / 8), scales += first * (k / GROUP), biases += first * (k / GROUP);
+    return true;
+  }
+
   template <typename E>
   __device__ __forceinline__ void run(const E& epilogue) {
     start_next_kernel();
+    if (expert) wait_for_previous_kernel();
+    if (!choose()) return;
     place();
     const int all = own_runs();
     Piece next = load_piece(0);
@@ -215,6 +252,7 @@ struct QmmWgmma {
     for (int i = threadIdx.x; i < BM * COLUMNS; i += THREADS) {
       const int row = i / COLUMNS, column = i % COLUMNS, at = first_n() / E::ROWS + column;
       if (first_m() + row >= m || at >= epilogue.columns()) continue;
+      if (expert && expert[first_m() + row] != own) continue;
       const float* v = shared + row * PITCH + column * E::ROWS;
       epilogue.write(first_m() + row, at, v[0], E::ROWS == 2 ? v[E::ROWS - 1] : 0.0f);
     }

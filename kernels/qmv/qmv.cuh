@@ -55,6 +55,9 @@ struct Qmv {
   const S* scales;    // (N, K / GROUP)
   const S* biases;    // (N, K / GROUP)
   int rows, n, k;
+  // gather_qmm: w is (E * N, K / 8), a block has one pair of a row of x and an expert, M is 1.
+  const int* expert = nullptr;  // (rows,)
+  const int* source = nullptr;  // (rows,), the row of x; null: the pair's own number
 
   // Factors as they lie in memory; several are one wide load.
   static constexpr int FACTOR_BYTES = FACTORS * static_cast<int>(sizeof(S));
@@ -108,6 +111,12 @@ struct Qmv {
     }
   }
 
+  // The row of x behind row m of this block.
+  __device__ __forceinline__ long long x_row(int m) const {
+    if (expert) return source ? source[blockIdx.y] : blockIdx.y;
+    return min(int(blockIdx.y) * M + m, rows - 1);
+  }
+
   // Nothing outside the arrays is read: what lies behind their end is replaced by what lies before it,
   // for x is zero there, and rows behind the last are not written.
   // Offsets are 32 bits wide, for w counts words and N * K / 8 < 2^32: registers are short.
@@ -153,8 +162,7 @@ struct Qmv {
       for (int b = 0; b < BATCH; b++) {
         const Unit v = unit(first + b);
         const bool inside = v.valid && v.at < k;
-        const long long row = min(int(blockIdx.y) * M + v.m, rows - 1);
-        raw[b] = inside ? *reinterpret_cast<const uint4*>(x + row * k + v.at) : make_uint4(0, 0, 0, 0);
+        raw[b] = inside ? *reinterpret_cast<const uint4*>(x + x_row(v.m) * k + v.at) : make_uint4(0, 0, 0, 0);
         if (weight && inside) gain[b] = *reinterpret_cast<const Gain*>(weight + v.at);
       }
     };
@@ -313,10 +321,15 @@ struct Qmv {
     start_next_kernel();
     const int warp = threadIdx.x / 32, tiles = (n + ROWS - 1) / ROWS, takes = (k + SPAN - 1) / SPAN;
     int tile = blockIdx.x, take = warp, count = 0;
+    if (expert) {
+      wait_for_previous_kernel();
+      const long long first = static_cast<long long>(expert[blockIdx.y]) * n;
+      w += first * (k / 8), scales += first * (k / GROUP), biases += first * (k / GROUP);
+    }
     Held held;  // the first loads are under way while x is prepared
     if (take < takes) load_held(held, tile, take);
     place();
-    wait_for_previous_kernel();
+    if (!expert) wait_for_previous_kernel();
     prepare_x(weight, eps);
     __syncthreads();
     float sums[PASSES][4] = {};

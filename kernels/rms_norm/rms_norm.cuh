@@ -1,4 +1,5 @@
-// rms_norm: y = x * rsqrt(mean(x^2) + eps) * weight over rows of K. A block takes a row.
+// rms_norm: y = x * rsqrt(mean(x^2) + eps) * weight + residual over rows of K, or over a part of each row.
+// A block takes a row's part.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -6,28 +7,36 @@
 
 namespace qrun {
 
-// x, y (M, K), weight (K,); VEC divides K. Grid: M blocks.
+// Columns begin .. end-1 of x, residual (or null) and y (M, K), with weight (end - begin,); without one they
+// stay as they are. VEC divides begin, end and K. Grid: x over M.
 template <int VEC, typename T, typename G>
-__device__ __forceinline__ void rms_norm(const T* x, const G* weight, T* y, float eps, int k) {
+__device__ __forceinline__ void rms_norm(const T* x, const G* weight, const T* residual, T* y, float eps,
+                                         int k, int begin, int end) {
   start_next_kernel();
   wait_for_previous_kernel();
-  x += static_cast<long long>(blockIdx.x) * k;
-  y += static_cast<long long>(blockIdx.x) * k;
-  float sum = 0;
-  for (int i = threadIdx.x * VEC; i < k; i += blockDim.x * VEC) {
-    float v[VEC];
-    load(v, x + i);
+  const long long row = static_cast<long long>(blockIdx.x) * k;
+  float scale = 1;
+  if (weight) {
+    float sum = 0;
+    for (int i = begin + threadIdx.x * VEC; i < end; i += blockDim.x * VEC) {
+      float v[VEC];
+      load(v, x + row + i);
 #pragma unroll
-    for (int e = 0; e < VEC; e++) sum += v[e] * v[e];
+      for (int e = 0; e < VEC; e++) sum += v[e] * v[e];
+    }
+    scale = rsqrtf(block_sum(sum) / (end - begin) + eps);
   }
-  const float scale = rsqrtf(block_sum(sum) / k + eps);
-  for (int i = threadIdx.x * VEC; i < k; i += blockDim.x * VEC) {
-    float v[VEC], g[VEC];
-    load(v, x + i);
-    load(g, weight + i);
+  for (int i = begin + threadIdx.x * VEC; i < end; i += blockDim.x * VEC) {
+    float v[VEC], g[VEC], r[VEC];
+    load(v, x + row + i);
+    if (weight) load(g, weight + i - begin);
+    if (residual) load(r, residual + row + i);
 #pragma unroll
-    for (int e = 0; e < VEC; e++) v[e] *= scale * g[e];
-    store(y + i, v);
+    for (int e = 0; e < VEC; e++) {
+      if (weight) v[e] *= scale * g[e];
+      if (residual) v[e] += r[e];
+    }
+    store(y + row + i, v);
   }
 }
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from qrun.ops import _mlx
 from qrun.ops._cuda_attend import attend
-from qrun.ops._cuda_product import qmm, qmv
+from qrun.ops._cuda_mixture import combine, gather_qmm, route
+from qrun.ops._cuda_product import gemm, qmm, qmv
 from qrun.ops._cuda_program import once, traced
-from qrun.ops._cuda_rows import argmax, embedding, rms_norm, rope, sdpa, swiglu
+from qrun.ops._cuda_rows import (
+    argmax,
+    embedding,
+    rms_norm,
+    rms_norm_parts,
+    rope,
+    sdpa,
+    softcap,
+    swiglu,
+)
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
 
@@ -28,10 +37,12 @@ __all__ = [
     "qmm",
     "qmv",
     "rms_norm",
+    "rms_norm_parts",
     "rope",
     "route",
     "sample",
     "sdpa",
+    "softcap",
     "swiglu",
     "traced",
 ]
@@ -39,13 +50,9 @@ __all__ = [
 NAME = "cuda"
 QMV_ROWS = 8
 PREFILL_ROWS = 2048
-GATHERS = False
+GATHERS = True
 
 sample = on_device
-gemm = _mlx.gemm
-gather_qmm = _mlx.gather_qmm
-route = _mlx.route
-combine = _mlx.combine
 
 
 def pack(m: QuantizedMatrix, count: int) -> mx.array | None:

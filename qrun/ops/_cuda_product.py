@@ -9,6 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from qrun.ops import _cuda_driver as driver
+from qrun.ops import _mlx
 from qrun.ops._cuda_launch import (
     Constant,
     Shape,
@@ -34,13 +35,17 @@ def generation() -> int:
     return driver.compute_capability()[0]
 
 
-def _epilogue(
-    bias: mx.array | None, residual: mx.array | None, activation: str | None, scale: float
+def epilogue_of(
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+    n: str = "w_shape[0]",
 ) -> tuple[str, dict[str, Constant]]:
-    """The C++ expression of what follows a product, and its constants."""
+    """The C++ expression of what follows a product, and its constants. n: rows of w."""
     return (
         f"qrun::Epilogue<T, B, ACTIVATION>{{y, {pointer('bias', bias, 'B')}, "
-        f"{pointer('residual', residual, 'T')}, {literal(scale)}, w_shape[0]}}",
+        f"{pointer('residual', residual, 'T')}, {literal(scale)}, {n}}}",
         {
             "B": mx.float32 if bias is None else bias.dtype,
             "ACTIVATION": ACTIVATIONS[activation],
@@ -48,7 +53,7 @@ def _epilogue(
     )
 
 
-def _tensor_cores(x: mx.array, m: QuantizedMatrix) -> bool:
+def tensor_cores(x: mx.array, m: QuantizedMatrix) -> bool:
     return x.dtype != mx.float32 and m.spec.mode == "affine" and m.spec.bits == 4
 
 
@@ -62,7 +67,7 @@ def qmv(
     activation: str | None,
     scale: float,
 ) -> mx.array:
-    if not _tensor_cores(x, m):
+    if not tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
     tile = qmv_tile(x.shape[0], m.n, m.k, m.spec.group_size)
     return _qmv(x, m, tile, norm, bias, residual, activation, scale)
@@ -80,7 +85,7 @@ def _qmv(
 ) -> mx.array:
     rows, group = x.shape[0], m.spec.group_size
     weight, eps = norm or (None, 0.0)
-    epilogue, constants = _epilogue(bias, residual, activation, scale)
+    epilogue, constants = epilogue_of(bias, residual, activation, scale)
     constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "M": tile.rows}
     constants |= {"WORDS": tile.words, "TAKE": tile.take, "WARPS": tile.warps}
     constants |= {"ROUNDS": tile.rounds(m.k)}
@@ -155,6 +160,33 @@ def _long(steps: int, n: int) -> bool:
     return 32 <= steps <= 64 or (steps >= 16 and n >= 8192)
 
 
+def gemm(
+    x: mx.array,
+    w: mx.array,
+    *,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    """Few rows by the plain kernel; many by the library that MLX calls."""
+    rows, k = x.shape
+    if rows > 16 or k % 8:
+        return _mlx.gemm(x, w, bias=bias, residual=residual, activation=activation, scale=scale)
+    epilogue, constants = epilogue_of(bias, residual, activation, scale)
+    n = w.shape[0]
+    return launch(
+        "qmv/qmv_plain.cuh",
+        f"qrun::qmv_plain<TM>(x, qrun::Dense<W>{{w, x_shape[1]}}, {epilogue}, x_shape[0], "
+        "w_shape[0], x_shape[1]);",
+        {"x": x, "w": w, "bias": bias, "residual": residual},
+        {"y": ((rows, n if activation is None else n // 2), x.dtype)},
+        {"T": x.dtype, "W": w.dtype, "TM": 1 if rows == 1 else 4, **constants},
+        (ceil_div(n, 8), ceil_div(rows, 1 if rows == 1 else 4), 1),
+        Shape(128),
+    )[0]
+
+
 def _plain(
     x: mx.array,
     m: QuantizedMatrix,
@@ -170,7 +202,7 @@ def _plain(
     rows, columns = x.shape[0], m.n if activation is None else m.n // 2
     tile = 1 if rows == 1 else 4
     scheme, constants = scheme_of(m, "x_shape[1]")
-    epilogue, more = _epilogue(bias, residual, activation, scale)
+    epilogue, more = epilogue_of(bias, residual, activation, scale)
     return launch(
         "qmv/qmv_plain.cuh",
         f"qrun::qmv_plain<TM>(x, {scheme}, {epilogue}, x_shape[0], w_shape[0], x_shape[1]);",
@@ -288,7 +320,7 @@ def qmm(
     activation: str | None,
     scale: float,
 ) -> mx.array:
-    if not _tensor_cores(x, m):
+    if not tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
     tile = qmm_tile(x.shape[0], m.n, m.k, m.spec.group_size, x.dtype == m.scale_dtype)
     return _qmm(x, m, tile, norm, bias, residual, activation, scale)
@@ -336,8 +368,8 @@ def _arrange(x: mx.array, norm: Norm | None, tile: WgmmaTile, n: int) -> list[mx
     tiles = ceil_div(rows, tile.bm) * ceil_div(n, tile.bn) if tile.splits > 1 else 1
     return launch(
         "qmm/qmm_arrange.cuh",
-        f"qrun::qmm_arrange(x, {pointer('norm', weight, 'G')}, {literal(eps)}, out, done, {tiles}, "
-        f"x_shape[1], (x_shape[0] + {tile.bm - 1}) / {tile.bm} * {tile.bm});",
+        f"qrun::qmm_arrange(x, nullptr, {pointer('norm', weight, 'G')}, {literal(eps)}, out, done, "
+        f"{tiles}, x_shape[1], (x_shape[0] + {tile.bm - 1}) / {tile.bm} * {tile.bm});",
         {"x": x, "norm": weight},
         {"out": ((runs, 2, pm, 64), x.dtype), "done": ((tiles,), mx.int32)},
         {"G": mx.float32 if weight is None else weight.dtype},
@@ -357,7 +389,7 @@ def _qmm_mma(
     scale: float,
 ) -> mx.array:
     rows, columns = x.shape[0], m.n if activation is None else m.n // 2
-    epilogue, constants = _epilogue(bias, residual, activation, scale)
+    epilogue, constants = epilogue_of(bias, residual, activation, scale)
     constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": m.spec.group_size}
     stages, shared = tile.stages(m.spec.group_size)
     constants |= {"TM": tile.tm, "WN": tile.wn, "WM": tile.wm, "WK": tile.wk, "STAGES": stages}
@@ -386,7 +418,7 @@ def _qmm_wgmma(
 ) -> mx.array:
     rows, columns = x.shape[0], m.n if activation is None else m.n // 2
     across, along = ceil_div(rows, tile.bm), ceil_div(m.n, tile.bn)
-    epilogue, constants = _epilogue(bias, residual, activation, scale)
+    epilogue, constants = epilogue_of(bias, residual, activation, scale)
     constants |= {"T": x.dtype, "GROUP": m.spec.group_size, "BM": tile.bm, "WN": tile.wn}
     constants |= {"STAGES": tile.stages, "SPLITS": tile.splits}
     sums = across * along * tile.splits * tile.bm * tile.bn if tile.splits > 1 else 4

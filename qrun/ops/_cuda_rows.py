@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 import mlx.core as mx
 
 from qrun.ops._cuda_launch import (
@@ -18,18 +21,56 @@ from qrun.ops._cuda_launch import (
 from qrun.ops.matrix import QuantizedMatrix
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+def rms_norm(
+    x: mx.array, weight: mx.array, eps: float, residual: mx.array | None = None
+) -> mx.array:
     rows, k = x.shape
     vec = 8 if k % 8 == 0 else 1
-    threads = min(1024, ceil_div(ceil_div(k, vec), 32) * 32)
     return launch(
         "rms_norm/rms_norm.cuh",
-        f"qrun::rms_norm<VEC>(x, weight, y, {literal(eps)}, x_shape[1]);",
-        {"x": x, "weight": weight},
+        f"qrun::rms_norm<VEC>(x, weight, {pointer('residual', residual, 'T')}, y, {literal(eps)}, "
+        "x_shape[1], 0, x_shape[1]);",
+        {"x": x, "weight": weight, "residual": residual},
         {"y": (x.shape, x.dtype)},
-        {"VEC": vec},
+        {"T": x.dtype, "VEC": vec},
         (rows, 1, 1),
-        Shape(threads),
+        Shape(min(1024, ceil_div(ceil_div(k, vec), 32) * 32)),
+    )[0]
+
+
+def rms_norm_parts(x: mx.array, weights: Sequence[mx.array], eps: float) -> mx.array:
+    """Part y of the grid norms its columns; the last one copies what is left."""
+    rows, k = x.shape
+    ends = [0, *accumulate(w.size for w in weights), k]
+    vec = 8 if all(end % 8 == 0 for end in ends) else 1
+    parts = "".join(
+        f"if (blockIdx.y == {i}) qrun::rms_norm<VEC>(x, {weight}, static_cast<const T*>(nullptr), "
+        f"y, {literal(eps)}, {k}, {ends[i]}, {ends[i + 1]});\n  "
+        for i, weight in enumerate(
+            [*(f"weight_{i}" for i in range(len(weights))), "static_cast<const float*>(nullptr)"]
+        )
+    )
+    widest = max(b - a for a, b in pairwise(ends))
+    return launch(
+        "rms_norm/rms_norm.cuh",
+        parts,
+        {"x": x, **{f"weight_{i}": w for i, w in enumerate(weights)}},
+        {"y": (x.shape, x.dtype)},
+        {"T": x.dtype, "VEC": vec},
+        (rows, len(ends) - 1, 1),
+        Shape(min(1024, ceil_div(ceil_div(widest, vec), 32) * 32)),
+    )[0]
+
+
+def softcap(x: mx.array, limit: float) -> mx.array:
+    return launch(
+        "softcap/softcap.cuh",
+        f"qrun::softcap(x, y, {literal(limit)}, x_shape[0] * (x_shape[1] * 1LL));",
+        {"x": x},
+        {"y": (x.shape, x.dtype)},
+        {},
+        (ceil_div(x.size, 256), 1, 1),
+        Shape(256),
     )[0]
 
 

@@ -161,8 +161,18 @@ def _gate_curve(gate: mx.array, activation: str) -> mx.array:
     return 0.5 * (1 + mx.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate)))
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    return mx.fast.rms_norm(x.astype(mx.float32), weight.astype(mx.float32), eps).astype(x.dtype)
+def rms_norm(
+    x: mx.array, weight: mx.array, eps: float, residual: mx.array | None = None
+) -> mx.array:
+    y = mx.fast.rms_norm(x.astype(mx.float32), weight.astype(mx.float32), eps)
+    return (y if residual is None else y + residual).astype(x.dtype)
+
+
+rms_norm_parts = None
+
+
+def softcap(x: mx.array, limit: float) -> mx.array:
+    return (mx.tanh(x.astype(mx.float32) / limit) * limit).astype(x.dtype)
 
 
 def swiglu(gate_up: mx.array) -> mx.array:

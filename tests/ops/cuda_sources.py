@@ -38,6 +38,7 @@ def record(generation: int) -> list[Kernel]:
         with run_by(note):
             _products(generation)
             _rest()
+            _mixture()
     finally:
         _cuda_product.generation = real
     return list(found.values())
@@ -156,3 +157,32 @@ def _rest() -> None:
                 window=0,
                 softcap=0.0,
             )
+
+
+def _mixture() -> None:
+    """What only a mixture of experts launches."""
+    for dtype in (mx.bfloat16, mx.float16):
+        for tokens, top, count in ((1, 2, 8), (8, 8, 128)):
+            logits = mx.zeros((tokens, count), dtype)
+            expert, row, place, share = _cuda.route(logits, top, tokens == 1)
+            m = _matrix(Quantization(4, 64), dtype, count * 8, 2048)
+            x = mx.zeros((tokens, 2048), dtype)
+            y = _cuda.gather_qmm(
+                x, m, row, expert, count=count, activation="swiglu", grouped=tokens > 1
+            )
+            _cuda.combine(y, place, share, mx.zeros((tokens, y.shape[1]), dtype))
+        for pairs in (100, 2000):
+            _cuda.gather_qmm(
+                mx.zeros((pairs, 2048), dtype),
+                _matrix(Quantization(4, 64), dtype, 64, 2048),
+                None,
+                mx.zeros(pairs, mx.int32),
+                count=8,
+                activation=None,
+                grouped=True,
+            )
+        x = mx.zeros((3, 64), dtype)
+        _cuda.rms_norm(x, x[0], 1e-5, x)
+        _cuda.rms_norm_parts(x, [x[0, :16], x[0, :32]], 1e-5)
+        _cuda.softcap(x, 1.0)
+        _cuda.gemm(x, x, bias=None, residual=None, activation=None, scale=1.0)

@@ -43,6 +43,15 @@ def test_a_step_is_launches_of_ours_only(
         assert len(tape.launches) == outside + 5 * layers
 
 
+@pytest.mark.parametrize(
+    "case", ["mixtral", "qwen3_moe", "gemma2", "gemma3_text", "olmo2", "granite"]
+)
+def test_a_step_of_other_architectures_is_recorded(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tape_of(zoo.write(tmp_path / case, case, bits=4), monkeypatch, 1) is not None
+
+
 def test_blocks_in_use_at_once_do_not_overlap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

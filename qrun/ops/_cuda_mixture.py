@@ -1,0 +1,136 @@
+"""A mixture of experts as CUDA kernels. Shapes and meaning: route.py, gather_qmm.py, combine.py."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from qrun.ops import _cuda_product as product
+from qrun.ops import _mlx
+from qrun.ops._cuda_launch import Shape, ceil_div, launch, matrix, pointer
+from qrun.ops.matrix import QuantizedMatrix
+
+FEW = 64  # pairs of a token and an expert that go one by one
+TILES = tuple(tile for tile in product.WGMMA_TILES if tile.bm <= 128)
+
+
+def route(
+    logits: mx.array, top: int, renormalize: bool
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """A prompt's tokens are sorted by MLX."""
+    tokens, experts = logits.shape
+    if tokens > 8 or top > 32 or experts > 1024:
+        return _mlx.route(logits, top, renormalize)
+    pairs = tokens * top
+    expert, row, place, share = launch(
+        "route/route.cuh",
+        "qrun::route<TOP, EACH>(logits, expert, row, place, share, logits_shape[0], "
+        f"logits_shape[1], {str(renormalize).lower()});",
+        {"logits": logits},
+        {
+            "expert": ((pairs,), mx.int32),
+            "row": ((pairs,), mx.int32),
+            "place": ((tokens, top), mx.int32),
+            "share": ((tokens, top), mx.float32),
+        },
+        {"TOP": top, "EACH": ceil_div(experts, 32)},
+        (1, 1, 1),
+        Shape(32 * tokens, 1, pairs * 4),
+    )
+    return expert, row, place, share
+
+
+def combine(x: mx.array, place: mx.array, share: mx.array, residual: mx.array) -> mx.array:
+    tokens, n = residual.shape
+    vec = 8 if n % 8 == 0 else 1
+    return launch(
+        "combine/combine.cuh",
+        "qrun::combine<TOP, VEC>(x, place, share, residual, y, x_shape[1]);",
+        {"x": x, "place": place, "share": share, "residual": residual},
+        {"y": ((tokens, n), x.dtype)},
+        {"TOP": place.shape[1], "VEC": vec},
+        (ceil_div(n, 128 * vec), tokens, 1),
+        Shape(128),
+    )[0]
+
+
+def gather_qmm(
+    x: mx.array,
+    m: QuantizedMatrix,
+    row: mx.array | None,
+    expert: mx.array,
+    *,
+    count: int,
+    activation: str | None,
+    grouped: bool,
+) -> mx.array:
+    """Few pairs: a block has one of them. Many: tiles of pairs in the order of experts."""
+    if product.tensor_cores(x, m) and expert.size <= FEW:
+        return _few(x, m, row, expert, count, activation)
+    alike = x.dtype == m.scale_dtype and product.generation() == 9
+    if product.tensor_cores(x, m) and alike and grouped:
+        return _many(x, m, row, expert, count, activation)
+    return _mlx.gather_qmm(x, m, row, expert, count=count, activation=activation, grouped=grouped)
+
+
+def _few(
+    x: mx.array,
+    m: QuantizedMatrix,
+    row: mx.array | None,
+    expert: mx.array,
+    count: int,
+    activation: str | None,
+) -> mx.array:
+    pairs, group, n = expert.size, m.spec.group_size, m.n // count
+    tile = product.qmv_tile(1, n, m.k, group)
+    epilogue, constants = product.epilogue_of(None, None, activation, 1.0, f"w_shape[0] / {count}")
+    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "WORDS": tile.words}
+    constants |= {"TAKE": tile.take, "WARPS": tile.warps, "ROUNDS": tile.rounds(m.k)}
+    blocks = max(1, ceil_div(tile.blocks * product.SMS, pairs))
+    return launch(
+        "qmv/qmv.cuh",
+        "qrun::Qmv<T, S, GROUP, 1, WORDS, TAKE, WARPS, ROUNDS>{x, w, scales, biases, "
+        f"expert_shape[0], w_shape[0] / {count}, x_shape[1], expert, {pointer('row', row, 'int')}}}"
+        f".run(static_cast<const float*>(nullptr), 0.0f, {epilogue});",
+        {"x": x, **matrix(m), "row": row, "expert": expert},
+        {"y": ((pairs, n if activation is None else n // 2), x.dtype)},
+        constants,
+        (min(ceil_div(n, 16), blocks), pairs, 1),
+        Shape(32 * tile.warps, tile.blocks, tile.shared(m.k, group)),
+    )[0]
+
+
+def _many(
+    x: mx.array,
+    m: QuantizedMatrix,
+    row: mx.array | None,
+    expert: mx.array,
+    count: int,
+    activation: str | None,
+) -> mx.array:
+    pairs, n, k = expert.size, m.n // count, m.k
+    tile = next((t for t in TILES if t.bm >= pairs / count), TILES[-1])
+    runs, pm = ceil_div(k, 128), ceil_div(pairs, tile.bm) * tile.bm
+    arranged, done = launch(
+        "qmm/qmm_arrange.cuh",
+        f"qrun::qmm_arrange(x, {pointer('row', row, 'int')}, static_cast<const float*>(nullptr), "
+        f"0.0f, out, done, 1, x_shape[1], {pm});",
+        {"x": x, "row": row},
+        {"out": ((runs, 2, pm, 64), x.dtype), "done": ((1,), mx.int32)},
+        {},
+        (pairs, 1, 1),
+        Shape(min(512, ceil_div(runs * 16, 32) * 32)),
+    )
+    epilogue, constants = product.epilogue_of(None, None, activation, 1.0, f"w_shape[0] / {count}")
+    constants |= {"T": x.dtype, "GROUP": m.spec.group_size, "BM": tile.bm, "WN": tile.wn}
+    constants |= {"STAGES": tile.stages}
+    return launch(
+        "qmm/qmm_wgmma.cuh",
+        "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, 1>{arranged, w, scales, biases, nullptr, "
+        f"const_cast<int*>(done), expert_shape[0], w_shape[0] / {count}, w_shape[1] * 8, "
+        f"arranged_shape[2], expert}}.run({epilogue});",
+        {"arranged": arranged, "done": done, **matrix(m), "expert": expert},
+        {"y": ((pairs, n if activation is None else n // 2), x.dtype)},
+        constants,
+        (pm // tile.bm + count, ceil_div(n, tile.bn), 1),
+        Shape(128 * tile.wn, tile.blocks, tile.shared),
+    )[0]
