@@ -433,7 +433,7 @@ def test_interrupt_before_the_command_line(module: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
-@pytest.mark.parametrize("module", ["numpy", "mlx.core", "tokenizers"])
+@pytest.mark.parametrize("module", ["mlx.core", "tokenizers"])
 def test_interrupt_during_the_imports(
     module: str, tiny_folder: Path, python: Callable[..., str]
 ) -> None:
