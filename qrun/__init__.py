@@ -9,8 +9,6 @@ Importing this package does nothing else: MLX is loaded on the first use of a na
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from qrun.errors import (
     BackendError,
     CheckpointError,
@@ -21,7 +19,10 @@ from qrun.errors import (
     UsageError,
 )
 
+TYPE_CHECKING = False  # `typing` costs as much as Python's own start
 if TYPE_CHECKING:
+    from typing import Any
+
     from qrun.generation import Generation, Piece, generate, stream
     from qrun.loader import LoadedModel, load
     from qrun.sampling import Sampling

@@ -82,9 +82,9 @@ def layer_types(config: Config, layers: int, *, pattern: int) -> list[str]:
 
 def late_windows(config: Config, layers: int) -> list[int]:
     """Windows as qwen has them: if `use_sliding_window`, in layers from `max_window_layers` on."""
+    window = config.int("sliding_window", 0, least=0)  # there in any case
     if not config.bool("use_sliding_window", False):
         return [0] * layers
-    window = config.int("sliding_window", 0, least=0)
     if "layer_types" in config:
         return [window if t == SLIDING else 0 for t in layer_types(config, layers, pattern=1)]
     first = config.int("max_window_layers", 28, least=0)

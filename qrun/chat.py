@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
+from qrun.config import AGAIN, refuse_impostors
 from qrun.errors import CheckpointError, UsageError
 
 Message = Mapping[str, Any]
@@ -18,9 +19,11 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | No
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
-            return file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
+            raise CheckpointError(f"{file} cannot be read: {error}", hint=AGAIN) from None
+        refuse_impostors(file, text[:64].encode())
+        return text
     template = tokenizer_config.get("chat_template")
     if template is None or isinstance(template, str):
         return template
@@ -33,7 +36,8 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | No
         if isinstance(named.get("default"), str):
             return named["default"]
     raise CheckpointError(
-        f"{folder / 'tokenizer_config.json'}: chat_template has no usable default"
+        f"{folder / 'tokenizer_config.json'}: chat_template has no usable default",
+        hint="give it one: a string, or a list with an entry named default",
     )
 
 

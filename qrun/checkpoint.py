@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from qrun.config import read_json, refuse_impostors
+from qrun.config import AGAIN, read_json, refuse_impostors
 from qrun.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -47,7 +47,10 @@ _OTHER_SIZES = {
     "C64": 8,
 }
 
-_AGAIN = "download the file again"
+# Weights that qrun does not read, or not under this name.
+_OTHER_FILES = (".bin", ".gguf", ".npz", ".pt", ".pth", ".safetensors")
+# What to do where files contradict each other.
+_APART = "index and weights are of two downloads: download both again"
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class Checkpoint:
             for name, tensor in read_header(path).items():
                 if name in self.tensors:
                     raise CheckpointError(
-                        f"{path} holds {name}, and so does {self.tensors[name].file.name}"
+                        f"{path} holds {name}, and so does {self.tensors[name].file.name}",
+                        hint=_APART,
                     )
                 self.tensors[name] = tensor
         check_index(folder, self.tensors)
@@ -106,7 +110,10 @@ class Checkpoint:
 def mlx_type(name: str, tensor: Tensor) -> mx.Dtype:
     """The MLX type of a tensor. Raises CheckpointError where there is none."""
     if tensor.dtype not in _DTYPES:
-        raise CheckpointError(f"{tensor.file}: {name} has unsupported type {tensor.dtype}")
+        raise CheckpointError(
+            f"{tensor.file}: {name} has unsupported type {tensor.dtype}",
+            hint=f"qrun reads {', '.join(_DTYPES)}: take a checkpoint in one of them",
+        )
     return _DTYPES[tensor.dtype]
 
 
@@ -118,21 +125,22 @@ def weight_files(folder: Path) -> list[Path]:
         if present == {SINGLE}:
             return [folder / SINGLE]
         if not present:
-            others = sorted(
-                p.name for p in folder.iterdir() if p.suffix in (".bin", ".gguf", ".pt")
-            )
+            others = sorted(p.name for p in folder.iterdir() if p.suffix in _OTHER_FILES)
             if others:
                 raise CheckpointError(
                     f"{folder} has no {SINGLE}, only {others[0]}",
                     hint=f"convert it: qrun convert {folder / others[0]} DST"
                     if others[0].endswith(".gguf")
-                    else "qrun reads safetensors only",
+                    else f"qrun reads {SINGLE}, or model-*.safetensors with an index",
                 )
             raise CheckpointError(
                 f"{folder} has no {SINGLE}: the download is incomplete or was interrupted",
-                hint=_AGAIN,
+                hint=AGAIN,
             )
-        raise CheckpointError(f"{folder} has {', '.join(sorted(present))} but no {INDEX}")
+        raise CheckpointError(
+            f"{folder} has {', '.join(sorted(present))} but no {INDEX}",
+            hint=f"download {INDEX} again",
+        )
     wanted = _index_map(index)
     shards = set(wanted.values())
     missing, stray = sorted(shards - present), sorted(present - shards)
@@ -142,7 +150,9 @@ def weight_files(folder: Path) -> list[Path]:
             + (
                 f" ({len(missing)} of {len(shards)} shards are missing)" if len(missing) > 1 else ""
             ),
-            hint="the download is incomplete or was interrupted: " + _AGAIN,
+            hint=f"if {SINGLE} is the whole model, delete {INDEX}; else {AGAIN}"
+            if present == {SINGLE}
+            else "the download is incomplete or was interrupted: " + AGAIN,
         )
     if stray:
         raise CheckpointError(
@@ -159,23 +169,29 @@ def check_index(folder: Path, tensors: dict[str, Tensor]) -> None:
         return
     for name, shard in _index_map(index).items():
         if name not in tensors:
-            raise CheckpointError(f"{folder / shard} does not hold {name}, {INDEX} says it does")
+            raise CheckpointError(
+                f"{folder / shard} does not hold {name}, {INDEX} says it does", hint=_APART
+            )
         if tensors[name].file.name != shard:
             raise CheckpointError(
-                f"{name} is in {tensors[name].file.name}, but {index} says {shard}"
+                f"{name} is in {tensors[name].file.name}, but {index} says {shard}", hint=_APART
             )
     unnamed = sorted(set(tensors) - set(_index_map(index)))
     if unnamed:
-        raise CheckpointError(f"{tensors[unnamed[0]].file} holds {unnamed[0]}, {INDEX} omits it")
+        raise CheckpointError(
+            f"{tensors[unnamed[0]].file} holds {unnamed[0]}, {INDEX} omits it", hint=_APART
+        )
 
 
 def _index_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map is missing or empty")
+        raise CheckpointError(f"{index}: weight_map is missing or empty", hint=AGAIN)
     for name, shard in cast("dict[str, Any]", weight_map).items():
         if not isinstance(shard, str) or "/" in shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: {name} points to {shard!r:.80}, not to a weight file")
+            raise CheckpointError(
+                f"{index}: {name} points to {shard!r:.80}, not to a weight file", hint=AGAIN
+            )
     return cast("dict[str, str]", weight_map)
 
 
@@ -187,24 +203,24 @@ def read_header(path: Path) -> dict[str, Tensor]:
             first = file.read(64)
             refuse_impostors(path, first)
             if size < 8:
-                raise CheckpointError(f"{path} is truncated: it has only {size} bytes", hint=_AGAIN)
+                raise CheckpointError(f"{path} is truncated: it has only {size} bytes", hint=AGAIN)
             length = int.from_bytes(first[:8], "little")
             if length > size - 8:
                 raise CheckpointError(
                     f"{path} is truncated or no safetensors file: its header would take {length} "
                     f"bytes, the file has {size}",
-                    hint=_AGAIN,
+                    hint=AGAIN,
                 )
             file.seek(8)
             raw = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", hint=AGAIN) from None
     try:
         header: Any = json.loads(raw)
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} has a broken header", hint=_AGAIN) from None
+        raise CheckpointError(f"{path} has a broken header", hint=AGAIN) from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path} has a broken header", hint=_AGAIN)
+        raise CheckpointError(f"{path} has a broken header", hint=AGAIN)
     header = cast("dict[str, Any]", header)
     header.pop("__metadata__", None)
     tensors = {n: _tensor(path, n, v, 8 + length) for n, v in header.items()}
@@ -221,11 +237,14 @@ def _tensor(path: Path, name: str, value: Any, data: int) -> Tensor:
             raise ValueError
         itemsize = _DTYPES[dtype].size if dtype in _DTYPES else _OTHER_SIZES[dtype]
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{path}: the header entry of {name!r:.80} is broken") from None
+        raise CheckpointError(
+            f"{path}: the header entry of {name!r:.80} is broken", hint=AGAIN
+        ) from None
     if stop - start != prod(shape) * itemsize:
         raise CheckpointError(
             f"{path}: {name} has {stop - start} bytes, "
-            f"but {dtype} {list(shape)} takes {prod(shape) * itemsize}"
+            f"but {dtype} {list(shape)} takes {prod(shape) * itemsize}",
+            hint=AGAIN,
         )
     return Tensor(path, dtype, shape, data + start, data + stop)
 
@@ -235,11 +254,13 @@ def _check_extent(path: Path, tensors: dict[str, Tensor], data: int, size: int) 
     end = data
     for name, tensor in _by_offset(tensors):
         if tensor.start != end:
-            raise CheckpointError(f"{path}: {name} overlaps another tensor or leaves a gap")
+            raise CheckpointError(
+                f"{path}: {name} overlaps another tensor or leaves a gap", hint=AGAIN
+            )
         end = tensor.stop
     if end != size:
         what = "truncated" if end > size else "longer than its header says"
-        raise CheckpointError(f"{path} is {what}: {size} bytes, should be {end}", hint=_AGAIN)
+        raise CheckpointError(f"{path} is {what}: {size} bytes, should be {end}", hint=AGAIN)
 
 
 def _by_offset(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -129,7 +129,9 @@ def generate(
     from qrun.hardware import set_threads
 
     set_threads(threads)
-    loaded = qrun.load(
+    load = qrun.load
+    _listen()
+    loaded = load(
         model,
         revision=revision,
         dtype=dtype,
@@ -213,6 +215,7 @@ def convert(
     require_mlx()
     from qrun.convert import convert as run
 
+    _listen()
     report = run(
         src,
         dst,
@@ -303,6 +306,7 @@ def bench(
     from qrun.peers import asked
     from qrun.quantization import Quantization
 
+    _listen()
     if tune and model is None:
         raise UsageError("--tune needs a MODEL: its products are what is timed")
     if peers and model is None:
@@ -353,7 +357,14 @@ def inspect(model: str, context: int | None, as_json: bool) -> None:
     require_mlx()
     from qrun.inspect import inspect as look
 
-    found = look(model, length=context)
+    try:
+        found = look(model, length=context)
+    except QrunError as error:
+        if not as_json:
+            raise
+        problem = {"text": str(error), "remedy": error.hint}
+        printing.print_json({"folder": model, "loads": False, "problems": [problem]})
+        sys.exit(error.exit_code)
     if as_json:
         printing.print_json(found.as_json())
     else:
@@ -399,6 +410,15 @@ def main() -> None:
         _fail(f"{type(error).__name__}: {error}", "--debug shows where: qrun --debug ...", 1)
 
 
+def _listen() -> None:
+    """From here on an interrupt is an exception, and what was begun is cleaned up.
+
+    Before, it ends the process (see __main__): MLX's import aborts on an exception.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _leave(number: int, _: object) -> NoReturn:
     raise SystemExit(128 + number)
 
@@ -419,7 +439,3 @@ def _fail(message: str, hint: str | None, code: int) -> None:
 def _command_path(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     return context.command_path if context is not None else "qrun"
-
-
-if __name__ == "__main__":
-    main()

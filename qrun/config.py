@@ -9,35 +9,43 @@ from typing import Any, cast
 
 from qrun.errors import CheckpointError
 
+AGAIN = "download the file again"
+UPDATE = "update qrun, or take a model without it"
+
 
 def refuse_impostors(path: Path, first: bytes) -> None:
     """Raise for what a failed download leaves under a file's name; first: how the file begins."""
-    again = "download the file again"
     if not first:
-        raise CheckpointError(f"{path} is empty", hint=again)
+        raise CheckpointError(f"{path} is empty", hint=AGAIN)
     if first.startswith(b"version https://git-lfs"):
         raise CheckpointError(
             f"{path} is a git-lfs pointer, not the file", hint="run: git lfs pull"
         )
     if first.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise CheckpointError(f"{path} is a web page, not the file", hint=again)
+        raise CheckpointError(f"{path} is a web page, not the file", hint=AGAIN)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError naming the file and the fault."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows editors put a mark in front
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(
+            f"{path} is missing", hint="give a model's folder, or download the model again"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", hint=AGAIN) from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", hint=AGAIN) from None
     refuse_impostors(path, text[:64].encode())
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+        raise CheckpointError(f"{path} is not valid JSON: {error}", hint=AGAIN) from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
+        raise CheckpointError(
+            f"{path} must hold a JSON object, not {type(value).__name__}", hint=AGAIN
+        )
     return cast("dict[str, Any]", value)
 
 
@@ -66,10 +74,12 @@ class Config:
         value = self.raw(key)
         if value is None:
             if default is None:
-                raise CheckpointError(f"{self.where}: {key} is missing")
+                raise CheckpointError(f"{self.where}: {key} is missing", hint=AGAIN)
             return default
         if not ok:
-            raise CheckpointError(f"{self.where}: {key} must be {kind}, but is {value!r:.80}")
+            raise CheckpointError(
+                f"{self.where}: {key} must be {kind}, but is {value!r:.80}", hint=AGAIN
+            )
         return value
 
     def int(
@@ -135,9 +145,9 @@ class Config:
         if value is not None and value not in allowed:
             names = " or ".join(repr(a) for a in allowed)
             raise CheckpointError(
-                f"{self.where}: {key} is {value!r:.80}, only {names} is supported"
+                f"{self.where}: {key} is {value!r:.80}, only {names} is supported", hint=UPDATE
             )
 
     def unread(self) -> list[str]:
-        """Keys nobody asked for."""
-        return sorted(set(self.values) - self._asked)
+        """Keys nobody asked for; null is as good as no key."""
+        return sorted(k for k, v in self.values.items() if v is not None and k not in self._asked)

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from qrun.encoding import DTYPES, Job, Wishes, plan, quantization_entries
 from qrun.errors import CheckpointError, QrunError, UsageError
 from qrun.gguf import is_gguf
@@ -131,7 +133,8 @@ def _write_tensors(
         for first in range(0, job.tensor.row_count, step):
             raw = job.tensor.rows(first, min(first + step, job.tensor.row_count))
             try:
-                pieces = job.encode(raw)
+                with np.errstate(all="ignore"):  # what is not finite is refused by name
+                    pieces = job.encode(raw)
             except QrunError as error:
                 raise type(error)(f"{src}: {error}", hint=error.hint) from None
             for name, piece in zip(names, pieces, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
-from qrun.config import Config
+from qrun.config import UPDATE, Config
 from qrun.errors import CheckpointError
 from qrun.quantization import MODES, Quantization
 
@@ -51,9 +51,11 @@ def _spec(level: Config) -> Quantization:
     mode = level.str("mode", "affine")
     if mode not in MODES:
         known = ", ".join(MODES)
-        raise CheckpointError(f"{level.where}: unknown mode {mode!r:.80} (known: {known})")
+        raise CheckpointError(
+            f"{level.where}: unknown mode {mode!r:.80} (known: {known})", hint=UPDATE
+        )
     group, bits = MODES[mode]
     try:
         return Quantization(level.int("bits", bits), level.int("group_size", group), mode)
     except ValueError as error:
-        raise CheckpointError(f"{level.where}: {error}") from None
+        raise CheckpointError(f"{level.where}: {error}", hint=UPDATE) from None

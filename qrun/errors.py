@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+LONGEST = 2000  # characters of a message
+
 
 class QrunError(Exception):
     """Base of all. `str(error)` is one line that says what is wrong and where."""
@@ -9,8 +11,15 @@ class QrunError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(one_line(message))
         self.hint = hint
+
+
+def one_line(text: str) -> str:
+    """A broken file may put anything into a message: escapes for what no terminal shows, an end."""
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 class UsageError(QrunError):

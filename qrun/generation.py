@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from qrun.cache import Cache
 from qrun.chat import Message
-from qrun.errors import NonFiniteError, PromptTooLongError, UsageError
+from qrun.errors import CheckpointError, NonFiniteError, PromptTooLongError, UsageError
 from qrun.loader import LoadedModel
 from qrun.ops import _launch
 from qrun.ops._launch import Arrays, Step
@@ -154,6 +154,11 @@ def encode_prompt(
         ids = model.tokenizer.encode_chat(_messages(system, messages))
     if not ids:
         raise UsageError("the prompt is empty")
+    if max(ids) >= vocab:
+        raise CheckpointError(
+            f"the prompt holds token {max(ids)}, the model knows those up to {vocab - 1}",
+            hint="tokenizer and weights may be of two models",
+        )
     return ids
 
 

@@ -114,7 +114,7 @@ def open_gguf(path: Path) -> GGUF:
         key = cursor.string("a metadata key")
         (kind,) = cursor.unpack("<I", key)
         if key in metadata:
-            raise CheckpointError(f"{path}: metadata {key!r} occurs twice", hint=_HINT)
+            raise CheckpointError(f"{path}: metadata {key!r:.80} occurs twice", hint=_HINT)
         metadata[key] = cursor.value(kind, key)
     cursor.check_count(tensor_count, 24, "tensors")
     found = [_read_tensor(cursor) for _ in range(tensor_count)]
@@ -225,7 +225,7 @@ class _Cursor:
     def need(self, count: int, what: str) -> None:
         if count > len(self.view) - self.at:
             raise CheckpointError(
-                f"{self.path}: truncated or damaged: {what} ends past the end of the file",
+                f"{self.path}: truncated or damaged: {what:.80} ends past the end of the file",
                 hint="download the file again",
             )
 
@@ -250,7 +250,9 @@ class _Cursor:
         try:
             return str(self.view[self.at - length : self.at], "utf-8")
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{self.path}: {what} is not valid UTF-8: {error}") from None
+            raise CheckpointError(
+                f"{self.path}: {what:.80} is not valid UTF-8: {error}", hint=_HINT
+            ) from None
 
     def value(self, kind: int, key: str, depth: int = 0) -> Any:
         if kind in _SCALARS:
@@ -259,7 +261,7 @@ class _Cursor:
             return self.string(key)
         if kind != _ARRAY or depth == _MAX_NESTING:
             raise CheckpointError(
-                f"{self.path}: metadata {key!r} has unknown type {kind}", hint=_HINT
+                f"{self.path}: metadata {key!r:.80} has unknown type {kind}", hint=_HINT
             )
         kind, count = self.unpack("<IQ", key)
         if kind in _SCALARS:

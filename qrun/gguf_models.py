@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,14 @@ from qrun import gguf_config
 from qrun.errors import CheckpointError
 from qrun.gguf import GGUF, open_parts
 from qrun.gguf_tokenizer import tokenizer_files
-from qrun.source import FLOATS, Source, SourceTensor, sixteen_bit_type
+from qrun.source import (
+    FLOATS,
+    Source,
+    SourceTensor,
+    natural,
+    sixteen_bit_type,
+    stack_experts,
+)
 
 _ATTENTION = {
     "attn_norm": "input_layernorm",
@@ -136,6 +143,8 @@ class _Reader:
                 raise CheckpointError(
                     f"{self.path}: a mixture of experts, which is not converted for {name}"
                 )
+            if "blk.0.ffn_gate.0.weight" in gguf.tensors:
+                self.arch = one_by_one(self.arch, self.numbers.count("expert_count"), gguf)
 
     def source(self) -> Source:
         gguf, arch = self.gguf, self.arch
@@ -149,7 +158,9 @@ class _Reader:
         names = self.names(config)
         self.check_complete(names, config["num_hidden_layers"])
         self.check_shapes(names, config)
-        tensors = [self.tensor(old, new, config) for old, new in names.items()]
+        order = sorted(names, key=natural)  # experts one by one are stacked in their order
+        tensors = [self.tensor(old, names[old], config) for old in order]
+        tensors = stack_experts(self.path, tensors)
         context = config["max_position_embeddings"]
         texts, special_ids = tokenizer_files(self.path, gguf.metadata, context)
         dtype = sixteen_bit_type(arch.model_type, None, tensors)
@@ -206,7 +217,9 @@ class _Reader:
         expected = expected_shapes(config)
         for old, new in names.items():
             module, _, leaf = new.rpartition(".")
-            shape = expected[re.sub(r"^model\.layers\.\d+\.", "", module)]
+            inner = re.sub(r"^model\.layers\.\d+\.", "", module)
+            stack = re.sub(r"\bexperts\.\d+\.", "switch_mlp.", inner)
+            shape = expected[stack] if stack == inner else expected[stack][1:]
             if leaf == "bias":
                 shape = shape[:1]
             if len(shape) == 1 and self.gguf.tensors[old].type not in FLOATS:
@@ -216,6 +229,18 @@ class _Reader:
                     f"{self.path}: tensor {old} has shape {self.gguf.tensors[old].shape}, "
                     f"the metadata make it {shape}"
                 )
+
+
+def one_by_one(arch: Architecture, count: int, gguf: GGUF) -> Architecture:
+    """The same with a tensor an expert (ffn_gate.0, ...), as files before April 2024 have it."""
+    if count > len(gguf.tensors):
+        raise CheckpointError(f"{gguf.path}: {count} experts, but {len(gguf.tensors)} tensors")
+    blocks = {old: new for old, new in arch.blocks.items() if not old.endswith("_exps")}
+    for old, new in arch.blocks.items() - blocks.items():
+        for e in range(count):
+            name = f"{old.removesuffix('_exps')}.{e}"
+            blocks[name] = new.replace(".switch_mlp.", f".experts.{e}.")
+    return replace(arch, blocks=blocks)
 
 
 def half_split_order(rows: int, head_dim: int) -> npt.NDArray[np.intp]:

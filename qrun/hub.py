@@ -29,7 +29,9 @@ def locate(model: str | os.PathLike[str], *, revision: str | None = None) -> Pat
     if path.is_dir():
         return path
     if path.is_file():
-        hint = f"convert it: qrun convert {path} DST" if path.suffix == ".gguf" else None
+        hint = f"give its folder: {path.parent}"
+        if path.suffix == ".gguf":
+            hint = f"convert it: qrun convert {path} DST"
         raise ModelNotFoundError(f"{path} is a file, not a model folder", hint=hint)
     name = os.fspath(model)
     if not _REPOSITORY.fullmatch(name):

@@ -21,12 +21,12 @@ from qrun.chat import render
 from qrun.checkpoint import INDEX, Tensor, check_index, mlx_type, read_header, weight_files
 from qrun.config import Config
 from qrun.declared import Declared
-from qrun.errors import CheckpointError, QrunError
+from qrun.errors import CheckpointError, QrunError, one_line
 from qrun.hub import locate
 from qrun.loader import default_dtype, grouped, read_config, stop_tokens
 from qrun.quantization import Quantization
 from qrun.tokenizer import Tokenizer
-from qrun.weights import Weights
+from qrun.weights import MISFIT, Weights
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,8 @@ def inspect(model: str | os.PathLike[str], *, length: int | None = None) -> Repo
     return report
 
 
-def _add(report: Report, error: QrunError, remedy: str = "") -> None:
-    fallback = "download config.json again, or take another checkpoint of the model"
-    # A name out of a broken file may hold what no terminal can print.
-    text = str(error).encode("utf-8", "backslashreplace").decode()
-    problem = Problem(text, error.hint or remedy or fallback)
+def _add(report: Report, error: QrunError) -> None:
+    problem = Problem(str(error), error.hint or "download config.json again")
     if problem not in report.problems:
         report.problems.append(problem)
 
@@ -199,8 +196,7 @@ def _describe(report: Report, weights: Weights, specs: Any) -> None:
     report.dtype = _name(weights.dtype)
     report.cache_bytes = cache_bytes(specs, report.length, weights.dtype)
     report.notes += grouped(weights.slow)
-    remedy = "convert or download it again: config.json and weights are not of one model"
-    report.problems += [Problem(text, remedy) for text in weights.all_problems()]
+    report.problems += [Problem(one_line(text), MISFIT) for text in weights.all_problems()]
 
 
 def kind_of(path: str) -> str:
@@ -221,7 +217,7 @@ def _text(report: Report, config: Config | None) -> None:
     try:
         tokenizer = Tokenizer(folder)
     except CheckpointError as error:
-        _add(report, error, "download tokenizer.json and tokenizer_config.json again")
+        _add(report, error)
         return
     if tokenizer.template is not None:
         in_file = (folder / "chat_template.jinja").exists()
@@ -229,17 +225,29 @@ def _text(report: Report, config: Config | None) -> None:
         try:
             render(tokenizer.template, [{"role": "user", "content": "Hi"}], tokenizer.special)
         except QrunError as error:
-            report.notes.append(f"{error} (for a single message; {error.hint})")
+            rest = "" if isinstance(error, CheckpointError) else " (for a single message)"
+            report.notes.append(f"{error}{rest}; {error.hint}")
     if config is None:
         return
+    vocab, ids = config.values.get("vocab_size"), tokenizer.inner.get_vocab(with_added_tokens=True)
+    size = max(ids.values(), default=-1) + 1
+    if isinstance(vocab, int) and size > vocab:
+        report.notes.append(
+            f"the tokenizer has {size} tokens, the model {vocab}: no prompt may hold the others"
+        )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             report.stop_tokens = sorted(stop_tokens(folder, config, tokenizer))
         except CheckpointError as error:
-            _add(report, error, "eos_token_id must be a token id or a list of them")
+            _add(report, error)
     report.notes += [str(warning.message) for warning in caught]
-    if not report.stop_tokens:
+    never = [str(i) for i in report.stop_tokens if i >= size]
+    if never:
+        report.notes.append(
+            f"stop tokens that are none of the tokenizer's {size}: {', '.join(never)}"
+        )
+    if len(never) == len(report.stop_tokens):
         report.notes.append("no stop token: a text ends only at its longest")
 
 

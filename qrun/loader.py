@@ -165,7 +165,8 @@ def model_file(kind: str, where: str) -> Any:
     if name not in files:
         known = sorted({*files, *ALIASES})
         raise CheckpointError(
-            f"{where}: architecture {kind!r:.80} is not supported (known: {', '.join(known)})"
+            f"{where}: architecture {kind!r:.80} is not supported (known: {', '.join(known)})",
+            hint="update qrun, or take a model of one of these",
         )
     spec = importlib.util.spec_from_file_location(f"qrun_models_{name}", files[name])
     assert spec is not None
@@ -211,15 +212,17 @@ def stop_tokens(folder: Path, config: Config, tokenizer: Tokenizer) -> frozenset
     return frozenset(ids)
 
 
-# Keys that describe training, bookkeeping or other software: ignoring them changes no result.
+# Keys that describe training, bookkeeping or other software: ignoring them changes no result. And
+# intermediate_size: what has a dense MLP asks for it, and a mixture in every layer has none.
 HARMLESS = frozenset(
     {
-        "_name_or_path", "architectures", "attention_dropout", "attn_implementation",
-        "bos_token_id", "dtype", "embd_pdrop", "eos_token_id", "hidden_dropout",
-        "initializer_range", "is_llama_config", "layer_types", "max_window_layers", "model_type",
-        "pad_token_id", "pretraining_tp", "quantization", "quantization_config", "resid_pdrop",
-        "rope_interleaved", "text_config", "tokenizer_class", "torch_dtype",
-        "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
-        "use_cache", "vision_config",
+        "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "auto_map",
+        "bos_token_id", "cache_implementation", "dtype", "embd_pdrop", "eos_token_id",
+        "hidden_dropout", "initializer_range", "intermediate_size", "is_llama_config",
+        "layer_types", "max_window_layers", "model_type", "output_router_logits", "pad_token_id",
+        "pretraining_tp", "quantization", "quantization_config", "resid_pdrop",
+        "rope_interleaved", "router_aux_loss_coef", "router_jitter_noise", "text_config",
+        "tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version",
+        "unsloth_fixed", "unsloth_version", "use_cache", "vision_config",
     }
 )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-from qrun.config import Config
+from qrun.config import UPDATE, Config
 from qrun.errors import CheckpointError
 
 Frequencies: TypeAlias = Sequence[float]
@@ -82,7 +82,9 @@ def rope_from(
     kind = scaling.str("rope_type", scaling.str("type", "default"))
     if kind not in _RULES:
         raise CheckpointError(
-            f"{scaling.where}: rope type {kind!r:.80} is not supported (known: {', '.join(_RULES)})"
+            f"{scaling.where}: rope type {kind!r:.80} is not supported "
+            f"(known: {', '.join(_RULES)})",
+            hint=UPDATE,
         )
     dim = int(head_dim * share)
     if not 2 <= dim <= head_dim or dim % 2:

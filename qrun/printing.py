@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -70,27 +71,32 @@ def print_description(model: LoadedModel) -> None:
 
 
 def print_stats(model: LoadedModel, result: Generation) -> None:
-    """--stats: speeds, and the share of the bandwidth measured on this machine just now."""
+    """--stats: speeds, and the share of the bandwidth measured here just now; of what there was."""
     from qrun.hardware import peak_memory, read_bandwidth
 
-    first = model.load_seconds + result.timings.prefill
-    rate = result.decode_rate * (model.step_bytes + result.cache_bytes)
     peak = peak_memory()  # before measuring the bandwidth, which takes memory itself
-    wall = read_bandwidth()
-    lines = [
-        f"load      {model.load_seconds:8.3f} s",
-        f"first     {first:8.3f} s    (load and prefill)",
-        f"prefill   {result.prefill_rate:8.1f} tok/s   {result.prompt_tokens} tokens",
-        f"decode    {result.decode_rate:8.1f} tok/s   {len(result.tokens)} tokens",
-        f"memory    {rate / 1e9:8.2f} GB/s    {rate / wall:.0%} of the {wall / 1e9:.1f} GB/s "
-        "measured here",
-        f"peak      {peak / 1e6:8.0f} MB",
-    ]
+    lines = [f"load      {model.load_seconds:8.3f} s"]
+    if result.prefill_rate:
+        first = model.load_seconds + result.timings.prefill
+        lines += [
+            f"first     {first:8.3f} s    (load and prefill)",
+            f"prefill   {result.prefill_rate:8.1f} tok/s   {result.prompt_tokens} tokens",
+        ]
+    if result.decode_rate:
+        rate = result.decode_rate * (model.step_bytes + result.cache_bytes)
+        wall = read_bandwidth()
+        lines += [
+            f"decode    {result.decode_rate:8.1f} tok/s   {len(result.tokens)} tokens",
+            f"memory    {rate / 1e9:8.2f} GB/s    {rate / wall:.0%} of the {wall / 1e9:.1f} GB/s "
+            "measured here",
+        ]
+    lines.append(f"peak      {peak / 1e6:8.0f} MB")
     click.echo("\n".join(lines), err=True)
 
 
 def inspection(found: Report) -> str:
-    """`qrun inspect`, for people."""
+    """`qrun inspect`, for people: what differs only in a layer's number is one line."""
+    from qrun.loader import grouped
 
     def size(n: float) -> str:
         return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
@@ -120,8 +126,9 @@ def inspection(found: Report) -> str:
     lines.append(f"stop tokens   {', '.join(map(str, found.stop_tokens)) or 'none'}")
     lines.append(f"template      {found.template}")
     lines += [f"note          {note}" for note in found.notes]
-    for problem in found.problems:
-        lines += [f"problem       {problem.text}", f"  remedy      {problem.remedy}"]
+    for remedy, problems in groupby(found.problems, key=lambda problem: problem.remedy):
+        lines += [f"problem       {text}" for text in grouped([p.text for p in problems])]
+        lines.append(f"  remedy      {remedy}")
     lines.append("It would load." if found.loads else "It would not load.")
     return "\n".join(lines)
 

@@ -114,10 +114,10 @@ def read_folder(path: Path) -> Source:
     files = {file: _map(file) for file in {t.file for t in found.values()}}
     tensors = [
         _rows(files[t.file], name, t)
-        for name, t in sorted(found.items(), key=lambda item: _natural(item[0]))
+        for name, t in sorted(found.items(), key=lambda item: natural(item[0]))
         if t.start < t.stop and not name.endswith("rotary_emb.inv_freq")
     ]
-    tensors = _stack_experts(path, tensors)
+    tensors = stack_experts(path, tensors)
     declared = config.get("torch_dtype", config.get("dtype"))
     notes: list[str] = []
     if not (path / "tokenizer.json").is_file():
@@ -127,7 +127,7 @@ def read_folder(path: Path) -> Source:
     return Source("huggingface", path, config, tensors, dtype, copies=copies, notes=notes)
 
 
-def _stack_experts(path: Path, tensors: list[SourceTensor]) -> list[SourceTensor]:
+def stack_experts(path: Path, tensors: list[SourceTensor]) -> list[SourceTensor]:
     """Experts listed one by one (N, K) as the one stack (E, N, K) of the MLX community's files."""
     stacks: dict[str, list[SourceTensor]] = {}
     for t in tensors:
@@ -165,7 +165,7 @@ def _map(path: Path) -> Bytes:
     return np.memmap(path, dtype=np.uint8, mode="r")
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """A sort key by which layer 10 comes after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import tokenizers
 
 from qrun.chat import Message, find_template, render
-from qrun.config import read_json, refuse_impostors
+from qrun.config import AGAIN, read_json, refuse_impostors
 from qrun.errors import CheckpointError, UsageError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -29,14 +29,16 @@ class Tokenizer:
                 f"{folder} has {what}; qrun needs tokenizer.json",
                 hint="convert it with transformers: AutoTokenizer(...).save_pretrained(...)"
                 if other
-                else None,
+                else "download tokenizer.json and tokenizer_config.json too",
             )
         try:
             self.inner: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             with path.open("rb") as file:
                 refuse_impostors(path, file.read(64))
-            raise CheckpointError(f"{path} cannot be used: {str(error).splitlines()[0]}") from None
+            raise CheckpointError(
+                f"{path} cannot be used: {str(error).splitlines()[0]}", hint=AGAIN
+            ) from None
         settings = folder / "tokenizer_config.json"
         config = read_json(settings) if settings.exists() else {}
         self.special = {k: _content(config[k]) for k in _SPECIAL if config.get(k)}

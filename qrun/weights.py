@@ -32,6 +32,7 @@ from qrun.quantization import Quantization, infer
 
 ENOUGH = 500  # problems after which none is looked for
 SHOWN = 8  # problems listed before "and N more"
+MISFIT = "convert or download it again: config.json and weights are not of one model"
 
 
 class Source(Protocol):
@@ -215,7 +216,8 @@ class Weights:
         if problems:
             more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise CheckpointError(
-                f"{folder} does not fit its config.json: {'; '.join(problems[:SHOWN])}{more}"
+                f"{folder} does not fit its config.json: {'; '.join(problems[:SHOWN])}{more}",
+                hint=MISFIT,
             )
 
     def _note(self, problem: str) -> None:
@@ -225,7 +227,8 @@ class Weights:
         if len(problems) >= ENOUGH:
             raise CheckpointError(
                 f"the weights are not those that config.json describes: "
-                f"{'; '.join(problems[:SHOWN])}; and at least {ENOUGH - SHOWN} more"
+                f"{'; '.join(problems[:SHOWN])}; and at least {ENOUGH - SHOWN} more",
+                hint=MISFIT,
             )
 
     def _take(self, name: str, shape: tuple[int, ...] | None) -> mx.array | None:
@@ -253,6 +256,8 @@ class Weights:
             self.drop(f"{name}.biases")
         lead = (stack,) if stack else ()
         count = max(stack, 1)
+        if declared is not False and self._scales_lost(name):
+            return Linear(mx.zeros((count * n, 1)), offset)
         if declared is False or not self.has(f"{name}.scales"):
             weight = self._take(f"{path}.weight", (*lead, n, k))
             if weight is None:
@@ -265,6 +270,15 @@ class Weights:
             return Linear(mx.zeros((count * n, 1)), offset)
         self._root.formats[path] = (count * n * k, matrix.spec)
         return QuantizedLinear(matrix, offset)
+
+    def _scales_lost(self, name: str) -> bool:
+        """Whether `name` is packed, but its scales are not there: one problem, not one a part."""
+        w = self.source.tensors.get(f"{self.prefix}{name}.weight")
+        if w is None or w.dtype != "U32" or self.has(f"{name}.scales"):
+            return False
+        self.drop(name)
+        self._note(f"{self.prefix}{name}.scales is missing")
+        return True
 
     def _packed(self, part: QuantizedLinear | Linear) -> QuantizedLinear | Linear:
         """In the layout of the backend's kernels, under way: what it came from is freed then."""

@@ -120,10 +120,10 @@ def build(name: str, dtype: mx.Dtype) -> LoadedModel:
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        vocab=values["vocab_size"],
         folder=Path(name),
         dtype=dtype,
         context=values["max_position_embeddings"],
+        vocab=values["vocab_size"],
         eos=frozenset(),
         step_bytes=weights.step_bytes,
         load_seconds=0.0,

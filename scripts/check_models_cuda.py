@@ -5,6 +5,16 @@ python scripts/check_models_cuda.py [CASE ...]     names of tests/zoo.py; by def
 Each is a tiny random checkpoint of 4 bits, its truth the formulas of tests/reference.py over
 the same values: a prefill of 300 tokens, then steps as generation takes them. Exit code 1 if any
 number is over its bound.
+
+float32: the largest difference over the largest logit, at most 1e-4; sums of a few hundred terms
+lose a hundredth of it.
+
+bfloat16: root mean squares over all logits. Rounding each of some ten results a layer to 8 bits
+costs 0.02 (llama). In a mixture one token in fifty goes to another expert, where its router nearly
+had two equal: on the CPU 4 of 300 in qwen3_moe, those with the smallest gaps between the last
+expert taken and the first one not. Their logits are others altogether (0.64 of a logit's own size),
+all the rest stay at 0.013, and the 4 alone make 0.075 of all. How many flip is chance. So the bound
+is twice what the same model has in bfloat16 out of MLX's own ops on the same device, or 0.05.
 """
 
 from __future__ import annotations
@@ -12,6 +22,8 @@ from __future__ import annotations
 import sys
 import tempfile
 import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from qrun.generation import decode_step
 from qrun.loader import load
-from qrun.ops import _launch
+from qrun.ops import _launch, _mlx
 from qrun.quantization import Quantization
 from tests import reference, zoo
 
@@ -34,10 +46,7 @@ CASES = (
 )  # fmt: skip
 FORMATS = [(4, 32, "affine"), (4, 32, "mxfp4"), (8, 32, "mxfp8")]
 PREFILL, STEPS = 300, 12
-# float32: the largest difference over the largest logit; a hundredth of the bound is what sums of a
-# few hundred terms lose. bfloat16: root mean squares, because one of a mixture's experts may change
-# where two are nearly equal; 8 bits are kept of each of some ten results a layer.
-ALLOWED = {"float32": 1e-4, "bfloat16": 0.1}
+ALLOWED = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 def logits(folder: Path, ids: list[int], dtype: str) -> Array:
@@ -55,44 +64,61 @@ def logits(folder: Path, ids: list[int], dtype: str) -> Array:
     return np.array(mx.concatenate(found).astype(mx.float32), np.float64)
 
 
-def check(case: str, dtype: str, spec: Quantization) -> float:
-    """The difference from the formulas, as ALLOWED measures it."""
+@contextmanager
+def plain_ops() -> Generator[None]:
+    """Within: MLX's own ops only."""
+    ours = _launch._backend  # pyright: ignore[reportPrivateUsage]
+    _launch._backend = lambda device: _mlx  # pyright: ignore[reportPrivateUsage]
+    try:
+        yield
+    finally:
+        _launch._backend = ours  # pyright: ignore[reportPrivateUsage]
+
+
+def check(case: str, dtype: str, spec: Quantization) -> tuple[float, float]:
+    """The difference from the formulas, as told above, and what is allowed."""
     stored = {"float32": "F16", "bfloat16": "BF16"}[dtype]
     ids = zoo.ids_of(case, PREFILL + STEPS)
     form: dict[str, Any] = {
         "bits": spec.bits, "group_size": spec.group_size, "mode": spec.mode, "dtype": stored,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
-        got = logits(zoo.write(Path(name) / case, case, **form), ids, dtype)
+        folder = zoo.write(Path(name) / case, case, **form)
+        got = logits(folder, ids, dtype)
+        with plain_ops():
+            plain = logits(folder, ids, dtype)
     tensors = reference.unpacked(zoo.tensors(case, **form), spec)
     want = reference.logits_of(zoo.config_of(case), tensors, ids, len(ids))
+    allowed = ALLOWED[dtype]
     if dtype == "float32":
-        return float(np.abs(got - want).max() / np.abs(want).max())
-    return float(np.sqrt(np.square(got - want).mean() / np.square(want).mean()))
+        return float(np.abs(got - want).max() / np.abs(want).max()), allowed
+    ours, its = (float(np.sqrt(np.square(y - want).mean())) for y in (got, plain))
+    size = float(np.sqrt(np.square(want).mean()))
+    return ours / size, max(allowed, 2 * its / size)
 
 
 def main() -> None:
     device = mx.default_device()
     print(f"backend {_launch.backend().NAME} on {device}, prefill {PREFILL}, {STEPS} steps")
-    print(f"{'difference from float64':36}" + "".join(f"{d:>12}" for d in ALLOWED))
+    print(f"{'difference from float64 (allowed)':36}" + "".join(f"{d:>21}" for d in ALLOWED))
     failed = 0
     rows = [(case, FORMATS[0]) for case in sys.argv[1:] or CASES]
     rows += [(case, form) for form in FORMATS[1:] for case in ("llama_wide", "qwen3_moe")]
     for case, form in rows:
         spec = Quantization(*form)
         cells: list[str] = []
-        for dtype, allowed in ALLOWED.items():
+        for dtype in ALLOWED:
             try:
-                worst = check(case, dtype, spec)
+                worst, allowed = check(case, dtype, spec)
             except Exception as error:
                 if not failed:
                     traceback.print_exc()
                 print(f"{case} {dtype}: {type(error).__name__}: {error}")
-                worst = float("nan")
+                worst = allowed = float("nan")
             good = worst <= allowed  # not so for NaN
             failed += not good
-            cells.append(f"{worst:10.1e}{' ' if good else '!'} ")
-        print(f"{case:16}{spec!s:20}" + "".join(cells), flush=True)
+            cells.append(f"{worst:10.1e} ({allowed:.1e}){'' if good else '!'}")
+        print(f"{case:16}{spec!s:20}" + "".join(f"{cell:>21}" for cell in cells), flush=True)
     print(f"{failed} over the bound" if failed else "all within the bound")
     sys.exit(1 if failed else 0)
 

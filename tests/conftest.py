@@ -114,7 +114,7 @@ def cli() -> Run:
 
     def run(*args: object, stdin: bytes = b"", cwd: Path | None = None, **env: str) -> Outcome:
         done = subprocess.run(
-            [sys.executable, "-m", "qrun.cli", *map(str, args)],
+            [sys.executable, "-m", "qrun", *map(str, args)],
             input=stdin,
             capture_output=True,
             env=environment(**env),
@@ -128,15 +128,18 @@ def cli() -> Run:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
-    """The same command line in this process, for the many runs that end before any text."""
+    """The same command line in this process, for the many runs that end soon."""
     from qrun.cli import main
 
     def run(*args: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["qrun", *map(str, args)])
-        with pytest.raises(SystemExit) as ended:
+        code = 0
+        try:
             main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
         out, err = capfdbinary.readouterr()
-        return Outcome(int(ended.value.code or 0), out, err.decode())
+        return Outcome(code, out, err.decode())
 
     return run
 

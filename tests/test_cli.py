@@ -56,6 +56,17 @@ def test_case_17_statistics_and_notes_stay_off_stdout(cli: Run, tiny_folder: Pat
     assert "\x1b" not in noisy.err  # no terminal, no colours
 
 
+@pytest.mark.parametrize(
+    ("count", "told"), [(0, ["load", "peak"]), (1, ["load", "first", "prefill", "peak"])]
+)
+def test_statistics_of_what_there_was(
+    count: int, told: list[str], command: Run, tiny_folder: Path
+) -> None:
+    """No rate of a prefill or a decode that never was."""
+    done = command("generate", tiny_folder, "-p", "hello", "-n", count, "--stats", "-q")
+    assert [line.split()[0] for line in done.err.splitlines()] == told
+
+
 def test_json_is_one_object(cli: Run, tiny_folder: Path) -> None:
     done = cli("generate", tiny_folder, "-p", "hello", "-n", 8, "--json", "--stats", "--seed", 7)
     report = json.loads(done.out)
@@ -331,7 +342,7 @@ def test_help_is_quick_and_does_not_load_mlx(python: Callable[..., str]) -> None
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
-            [sys.executable, "-m", "qrun.cli", "--help"],
+            [sys.executable, "-m", "qrun", "--help"],
             env=environment(),
             stdout=subprocess.DEVNULL,
             check=True,
@@ -380,7 +391,7 @@ def endless(tmp_path: Path) -> Path:
 
 def start(*args: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "qrun.cli", *map(str, args)],
+        [sys.executable, "-m", "qrun", *map(str, args)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -402,6 +413,45 @@ def test_interrupt_during_generation(endless: Path) -> None:
     assert process.returncode == 130
     assert b"Traceback" not in err
     assert err.strip() == b""
+
+
+@pytest.mark.parametrize("module", ["click", "qrun.printing"])
+def test_interrupt_before_the_command_line(module: str) -> None:
+    # Python would answer with a traceback; so the process just ends, as from any signal.
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == sys.argv[1]: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from qrun.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, module], capture_output=True, env=environment(), timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+@pytest.mark.parametrize("module", ["mlx.core", "tokenizers"])
+def test_interrupt_during_the_imports(
+    module: str, tiny_folder: Path, python: Callable[..., str]
+) -> None:
+    """Half of a second in which Python itself would answer with a traceback."""
+    code = (
+        "import sys\n"
+        "module, folder = sys.argv[1:]\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == module: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.argv = ['qrun', 'generate', folder, '-p', 'x', '-n', '1']\n"
+        "sys.stderr = sys.stdout\n"
+        "from qrun.__main__ import main\n"
+        "try: main()\n"
+        "except SystemExit as ended: print(ended.code)\n"
+    )
+    assert python(code, module, tiny_folder).strip() == "130"
 
 
 def assert_quiet(process: subprocess.Popen[bytes]) -> None:

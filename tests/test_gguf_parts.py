@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,57 @@ def test_quantized_mixtures_keep_their_integers(arch: str, tmp_path: Path) -> No
     assert load(tmp_path / "out").model is not None
 
 
+def apart(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Each stack as a tensor an expert, the last expert first."""
+    found: dict[str, Any] = {}
+    for name, (kind, shape, raw) in tensors.items():
+        if "_exps." not in name:
+            found[name] = kind, shape, raw
+            continue
+        size = len(raw) // shape[0]
+        for e in reversed(range(shape[0])):
+            part = raw[e * size : (e + 1) * size]
+            found[name.replace("_exps.", f".{e}.")] = kind, shape[1:], part
+    return found
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q4_1", "Q6_K"])
+def test_experts_one_by_one(kind: str, tmp_path: Path) -> None:
+    """As files before April 2024 have them: the same model comes out."""
+    metadata, tensors = tiny_gguf(
+        np.random.default_rng(4), kind, hidden=256, inner=256, experts=4, layers=1
+    )
+    convert(write_gguf(tmp_path / "a.gguf", metadata, tensors), tmp_path / "a")
+    convert(write_gguf(tmp_path / "b.gguf", metadata, apart(tensors)), tmp_path / "b")
+    a, b = (mx.load(str(tmp_path / name / "model.safetensors")) for name in "ab")
+    assert isinstance(a, dict)
+    assert isinstance(b, dict)
+    assert a.keys() == b.keys()
+    assert all(mx.array_equal(a[name], b[name]).item() for name in a)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m, t: t.pop("blk.1.ffn_up.2.weight"), "blk.1.ffn_up.2.weight missing"),
+        (lambda m, t: m.update({"llama.expert_count": 5}), "blk.0.ffn_down.4.weight and 5 more"),
+        (lambda m, t: m.update({"llama.expert_count": 3}), "ffn_gate.3.weight has no place"),
+        (lambda m, t: m.update({"llama.expert_count": 1 << 31}), "2147483648 experts, but"),
+        (
+            lambda m, t: t.update({"blk.1.ffn_up.2.weight": t["blk.1.attn_q.weight"]}),
+            "ffn_up.2.weight has shape (64, 64), the metadata make it (96, 64)",
+        ),
+    ],
+)
+def test_experts_one_by_one_that_do_not_fit(change: Any, reason: str, tmp_path: Path) -> None:
+    metadata, tensors = mixture("llama")
+    tensors = apart(tensors)
+    change(metadata, tensors)
+    src = write_gguf(tmp_path / "in.gguf", metadata, tensors)
+    with pytest.raises(CheckpointError, match=re.escape(reason)):
+        convert(src, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
@@ -109,7 +161,7 @@ def split(folder: Path, count: int = 3) -> tuple[Path, list[Path]]:
 
 @pytest.mark.parametrize("given", [0, 2])
 def test_parts_convert_like_the_whole(given: int, tmp_path: Path) -> None:
-    """Whichever part is named. The order of tensors is the parts'."""
+    """Whichever part is named."""
     whole, parts = split(tmp_path)
     convert(whole, tmp_path / "a")
     convert(parts[given], tmp_path / "b")

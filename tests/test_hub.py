@@ -180,6 +180,23 @@ def test_a_broken_index_in_the_cache_is_named(cache: Path) -> None:
     assert not is_complete(snapshot(cache))
 
 
+def test_only_what_a_run_needs_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of the cache, so that it is complete without the rest."""
+    import huggingface_hub
+
+    asked: list[list[str]] = []
+
+    def download(name: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        raise OSError(f"no {name}")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(ModelNotFoundError, match="the download failed: no owner/name"):
+        locate("owner/name")
+    assert asked == [PATTERNS]
+
+
 def test_code_is_never_downloaded() -> None:
     from fnmatch import fnmatch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +15,7 @@ import qrun
 from qrun.errors import CheckpointError, QrunError, UsageError
 from qrun.loader import ALIASES, load
 from qrun.paths import MODELS
+from tests import zoo
 from tests.tiny import VOCAB, Stored, stored, tiny
 
 
@@ -66,6 +68,36 @@ def test_unknown_config_keys_are_told_not_dropped(tmp_path: Path) -> None:
     config = {"residual_multiplier": 2.0, "transformers_version": "4.0"}
     notes = load(tiny(tmp_path, config=config)).notes
     assert notes == ["config.json: not used: residual_multiplier"]
+
+
+@pytest.mark.parametrize(
+    ("case", "published"),
+    [
+        (
+            "qwen3_moe",  # a mixture in every layer: intermediate_size is of a dense one's
+            {
+                "attention_dropout": 0.0,
+                "max_window_layers": 48,
+                "output_router_logits": False,
+                "rope_scaling": None,
+                "router_aux_loss_coef": 0.001,
+                "sliding_window": None,
+                "use_sliding_window": False,
+            },
+        ),
+        ("qwen2", {"max_window_layers": 21, "sliding_window": 99, "use_sliding_window": False}),
+        ("mixtral", {"router_jitter_noise": 0.0, "sliding_window": None}),
+        ("gemma3_text", {"cache_implementation": "hybrid", "attn_logit_softcapping": None}),
+    ],
+)
+def test_published_configs_have_no_unused_keys(
+    case: str, published: dict[str, Any], tmp_path: Path
+) -> None:
+    def edit(config: dict[str, Any], _: Any) -> None:
+        config |= published
+
+    notes = load(zoo.write(tmp_path, case, bits=4, edit=edit)).notes
+    assert not [note for note in notes if "not used" in note]
 
 
 def test_aliases_point_to_files() -> None:

@@ -156,6 +156,13 @@ def test_special_token_as_object(tmp_path: Path) -> None:
     assert t.bos is None
 
 
+def test_tokenizer_json_alone_is_enough(tmp_path: Path) -> None:
+    TOKENIZERS["bytelevel"]().save(str(tmp_path / "tokenizer.json"))
+    t = Tokenizer(tmp_path)
+    assert t.decode(t.encode("hello")) == "hello"
+    assert (t.eos, t.bos, t.template) == (None, None, None)
+
+
 @pytest.mark.parametrize("other", ["tokenizer.model", "tekken.json"])
 def test_only_another_tokenizer_file_is_said(other: str, tmp_path: Path) -> None:
     (tmp_path / other).write_bytes(b"x")
