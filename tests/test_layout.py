@@ -25,6 +25,7 @@ MORE = {
     "epilogues_metal",
     "formats",
     "layer_metal",
+    "orders_metal",
     "registers_metal",
 }
 
