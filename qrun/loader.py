@@ -78,12 +78,14 @@ def load(
     revision: of the hub repository. dtype: float32, float16 or bfloat16 for activations and cache;
     by default float32 on a CPU, and the checkpoint's 16-bit type on a GPU.
     tune: where a backend has kernels to choose from (Metal), time those that this machine has not
-    timed yet (None), all of them (True), or none and go by a table (False). show: its progress.
+    timed yet (None), all of them (True), or none and go by a table (False).
+    show: told what takes long, now or at first use (timing on Metal, compiling on CUDA).
     Raises ModelNotFoundError or CheckpointError, each in one line that names the file.
     """
     start = time.perf_counter()
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
+    _launch.show_by(show)
     folder = locate(model, revision=revision)
     config, build = read_config(folder)
     checkpoint = Checkpoint(folder)

@@ -3,8 +3,8 @@
 //
 // The queries that share a kv head are rows; a cluster of SPLITS blocks takes ROWS of them, each block one
 // stretch of the cached keys. Keys and values are under way before the kernel in front has ended: of
-// what it writes only qkv is read. Each block rotates its rows of q by itself; the last one of a cluster
-// also rotates the new key, appends it and v, and counts the new key as one more of its own. The
+// what it writes only qkv is read. Each block rotates its rows of q by itself; the one whose stretch
+// ends with the new token also rotates its key and appends it and v. The
 // blocks' sums meet through distributed shared memory. The keys' march is that of sdpa_decode.cuh:
 // eight lanes share a key.
 #pragma once
@@ -97,13 +97,16 @@ struct Attend {
     }
   }
 
-  // A head of the new token into a cache, by a warp; and rounded, as later tokens will see it.
+  // A head of the new token, rounded, into a cache and to where `newest` finds it, by a warp.
   __device__ __forceinline__ void append(float* from, T* to) const {
     __syncwarp();
-    for (int i = threadIdx.x % 32; i < D; i += 32) {
-      const T v = from_float<T>(from[i]);
-      from[i] = to_float(v);
-      if (blockIdx.z == 0) to[i] = v;
+#pragma unroll
+    for (int i = 0; i < (D + 31) / 32; i++) {
+      const int d = i * 32 + threadIdx.x % 32;
+      const T v = from_float<T>(d < D ? from[d] : 0.0f);
+      __syncwarp();
+      if (d < D) reinterpret_cast<T*>(from)[d] = v;  // half as long: what is still to be read stays
+      if (d < D && blockIdx.z == 0) to[d] = v;
     }
   }
 
@@ -122,6 +125,19 @@ struct Attend {
         raw.at[u][i] = make_uint4(0, 0, 0, 0);
         if (key < to && d < D)
           raw.at[u][i] = *reinterpret_cast<const uint4*>(cache + static_cast<long long>(key) * D + d);
+      }
+  }
+
+  // The new token's, if it is one of them.
+  __device__ __forceinline__ void newest(Raw& raw, const float* head, int base, int position) const {
+    const int lane = threadIdx.x % LANES;
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++)
+#pragma unroll
+      for (int i = 0; i < RUNS; i++) {
+        const int key = base + (u * THREADS + threadIdx.x) / LANES, d = (i * LANES + lane) * VEC;
+        if (key == position && d < D)
+          raw.at[u][i] = *reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(head) + d);
       }
   }
 
@@ -161,15 +177,15 @@ struct Attend {
     const int first = blockIdx.z * ROWS, rows = min(ROWS, group - first);
     const int warp = threadIdx.x / 32, split = blockIdx.x, position = *offset;
     if (position >= capacity) return;  // the caller's fault; nothing outside the caches is written
-    const bool last = split == SPLITS - 1;
     const int begin = window ? max(0, position - window + 1) : 0;
-    const int each = (position - begin + SPLITS - 1) / SPLITS;
-    const int from = begin + split * each, to = min(position, from + each);
+    const int each = (position - begin + SPLITS) / SPLITS;  // the new one counts too
+    const int from = begin + split * each, to = min(position + 1, from + each);
 
     const long long cache = static_cast<long long>(blockIdx.y) * capacity * D;
     Raw keys, values;
-    fetch(keys, k_cache + cache, from, to);
-    fetch(values, v_cache + cache, from, to);
+    fetch(keys, k_cache + cache, from, min(to, position));
+    fetch(values, v_cache + cache, from, min(to, position));
+    const bool last = from <= position && position < to;
     const Angles turn = angles(position);
     wait_for_previous_kernel();
 
@@ -194,8 +210,12 @@ struct Attend {
     for (int base = from; base < to; base += AT_ONCE) {
       Raw now_keys = keys, now_values = values;
       if (base + AT_ONCE < to) {
-        fetch(keys, k_cache + cache, base + AT_ONCE, to);
-        fetch(values, v_cache + cache, base + AT_ONCE, to);
+        fetch(keys, k_cache + cache, base + AT_ONCE, min(to, position));
+        fetch(values, v_cache + cache, base + AT_ONCE, min(to, position));
+      }
+      if (last) {
+        newest(now_keys, head(ROWS), base, position);
+        newest(now_values, head(ROWS + 1), base, position);
       }
 #pragma unroll
       for (int u = 0; u < UNROLL; u++) {
@@ -206,13 +226,6 @@ struct Attend {
 #pragma unroll
         for (int r = 0; r < ROWS; r++) state[r].add(score(queries[r], key, seen), value);
       }
-    }
-    if (last && warp == 0) {
-      float key[OWN], value[OWN];
-      load_own(key, head(ROWS));
-      load_own(value, head(ROWS + 1));
-#pragma unroll
-      for (int r = 0; r < ROWS; r++) state[r].add(score(queries[r], key, threadIdx.x < LANES), value);
     }
     collect(state, rows, batch * heads + kv * group + first);
   }

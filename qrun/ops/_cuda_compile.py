@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
@@ -20,19 +21,36 @@ import mlx.core as mx
 from qrun import paths
 from qrun.errors import BackendError
 from qrun.ops import _cuda_driver as driver
+from qrun.ops import _launch
 
 
 def compiled(source: str) -> bytes:
     """The cubin of a translation unit whose includes are relative to kernels/."""
-    arch = architecture()
-    key = hashlib.sha256("\n".join((source, _headers(), arch, str(_version()))).encode())
-    kept = paths.cache_dir() / "cuda" / f"{key.hexdigest()[:32]}.cubin"
+    kept = _kept(source)
     try:
         return kept.read_bytes()
     except OSError:  # not there, or not for us
-        cubin = compile_source(source, arch, include_paths())
+        cubin = compile_source(source, architecture(), include_paths())
     _keep(kept, cubin)
     return cubin
+
+
+def _kept(source: str) -> Path:
+    """Where its cubin lies, if it has been compiled."""
+    parts = (source, _headers(), architecture(), str(_version()))
+    key = hashlib.sha256("\n".join(parts).encode())
+    return paths.cache_dir() / "cuda" / f"{key.hexdigest()[:32]}.cubin"
+
+
+def compile_all(sources: list[str]) -> None:
+    """What of them is not on disk yet, side by side: NVRTC takes a second for a large one."""
+    missing = [source for source in dict.fromkeys(sources) if not _kept(source).exists()]
+    if not missing:
+        return
+    _launch.show(f"compiling {len(missing)} CUDA kernels, once for this machine")
+    with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+        list(pool.map(compiled, missing))
+    _launch.show("")
 
 
 def _keep(path: Path, cubin: bytes) -> None:

@@ -12,14 +12,17 @@ its weights ahead and waits by itself (`wait_for_previous_kernel` of kernels/com
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
 
 from qrun.ops import _cuda_driver as driver
+from qrun.ops._cuda_compile import compile_all
 from qrun.ops._cuda_launch import Kernel, Output, Shape, by_mlx, run_by
 from qrun.ops._launch import Arrays, Step, enqueued
 
@@ -220,14 +223,15 @@ class Program:
         self._small = [s for s in self._outputs if s.nbytes <= SMALL]
         self._places, size = tape.placed()
         self._memory = mx.zeros(size, mx.uint8)
+        compile_all([each.kernel.text for each in tape.launches])
+        made = [a for a in inputs if not isinstance(a, Pending)]
+        mx.eval(self._memory, made, state)
+        mx.synchronize()
         # Everything that a launch reads or writes outside the memory stays alive with the program.
         found = (a for each in tape.launches for a in each.arrays if isinstance(a, mx.array))
-        self._held = list({id(a): mx.contiguous(a) for a in found}.items())
-        made = [a for a in inputs if not isinstance(a, Pending)]
-        mx.eval(self._memory, made, state, [a for _, a in self._held])
-        mx.synchronize()
-        self._base, *others = addresses([self._memory, *(a for _, a in self._held)])
-        self._where = {key: at for (key, _), at in zip(self._held, others, strict=True)}
+        self._held = list({id(a): a for a in found}.values())
+        self._base, *others = addresses([self._memory, *self._held])
+        self._where = {id(a): at for a, at in zip(self._held, others, strict=True)}
         self._stream = driver.Stream()
         self._host = driver.Pinned(SLOTS * SMALL * (len(inputs) + len(self._small)))
         self._events = [driver.Event() for _ in range(SLOTS)]
@@ -319,8 +323,35 @@ class Program:
 EARLY = True
 
 
+class _Known(NamedTuple):
+    """Where an array lies. `kept` is the array itself, or its copy in the order of rows."""
+
+    array: weakref.ref[mx.array]
+    kept: mx.array
+    address: int
+
+
+_known: dict[int, _Known] = {}  # by id; gone with the array
+
+
 def addresses(arrays: Arrays) -> list[int]:
-    """Where evaluated arrays lie on the device: a kernel is told, and writes it down."""
+    """Where arrays lie on the device, in the order of rows. To ask takes long: it is remembered."""
+    new = [a for a in {id(a): a for a in arrays}.values() if id(a) not in _known]
+    kept = [mx.contiguous(a) for a in new]
+    mx.eval(kept)
+    for array, copy, address in zip(new, kept, _asked(kept), strict=True):
+        key = id(array)
+        forget = partial(_forget, key)
+        _known[key] = _Known(weakref.ref(array, forget), copy, address)
+    return [_known[id(a)].address for a in arrays]
+
+
+def _forget(key: int, _: object) -> None:
+    del _known[key]
+
+
+def _asked(arrays: Arrays) -> list[int]:
+    """The addresses of evaluated arrays: a kernel is told, and writes it down."""
     names = [f"a{i}" for i in range(ADDRESSES)]
     text = (
         'extern "C" __global__ void qrun_addresses('

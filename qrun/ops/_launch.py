@@ -63,6 +63,23 @@ class Backend(Protocol):
     sample: Callable[..., mx.array]
 
 
+def _nobody(line: str) -> None: ...
+
+
+_show = _nobody
+
+
+def show_by(shower: Callable[[str], None]) -> None:
+    """Who is told what a backend does that takes long, such as compiling; "" when it is over."""
+    global _show
+    _show = shower
+
+
+def show(line: str) -> None:
+    """Tell them."""
+    _show(line)
+
+
 def enqueued(step: Step) -> Step:
     """The step, with all that it returns under way."""
 
