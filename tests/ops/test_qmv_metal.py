@@ -102,17 +102,19 @@ def test_split(shape: Rows | Wide) -> None:
     "shape", [Rows(4, 32, 4, 1), Rows(4, 32, 4, 4), Wide(1, 2, 32, 4, 1), Wide(1, 2, 32, 4, 4)]
 )
 @pytest.mark.parametrize("bits", [3, 4])
-def test_norm_in_front(bits: int, shape: Rows | Wide) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_in_front(dtype: mx.Dtype, bits: int, shape: Rows | Wide) -> None:
     rng = np.random.default_rng(4)
     m = support.matrix(18, 704, bits)
-    x = support.normal(rng, (3, 704), mx.float16) * 3
+    x = support.normal(rng, (3, 704), dtype) * 3
     weight = support.normal(rng, (704,), mx.float32)
     y = _metal.qmv(x, m, norm=(weight, 1e-5), shape=shape, run=run)
     wide = support.numbers(x)
     normed = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * support.numbers(weight)
     reference = normed @ m.values.T
-    error = np.abs(support.numbers(y) - reference).max()
-    assert error <= support.ulp(np.abs(reference).max(), mx.float16)
+    assert y.dtype == dtype
+    error, most = np.abs(support.numbers(y) - reference).max(), np.abs(reference).max()
+    assert error <= support.ulp(most, dtype) + 2.0**-21 * most  # and what float32 sums lose
 
 
 @pytest.mark.parametrize("split", [1, 4])
