@@ -49,9 +49,9 @@ class Layer:
 
     def __call__(self, x: mx.array, cache: Cache) -> mx.array:
         y = self.self_attn(x, cache, norm=self.input_layernorm)
-        x = x + self.post_attention_layernorm(y)
+        x = self.post_attention_layernorm(y, residual=x)
         y = self.mlp(x, norm=self.pre_feedforward_layernorm)
-        return x + self.post_feedforward_layernorm(y)
+        return self.post_feedforward_layernorm(y, residual=x)
 
 
 class Model:

@@ -24,8 +24,8 @@ class Layer:
         )
 
     def __call__(self, x: mx.array, cache: Cache) -> mx.array:
-        x = x + self.post_attention_layernorm(self.self_attn(x, cache))
-        return x + self.post_feedforward_layernorm(self.mlp(x))
+        x = self.post_attention_layernorm(self.self_attn(x, cache), residual=x)
+        return self.post_feedforward_layernorm(self.mlp(x), residual=x)
 
 
 class Model:

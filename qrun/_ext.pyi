@@ -5,6 +5,7 @@ A violated shape or dtype raises ValueError at the call; an offset that does not
 raises RuntimeError at evaluation. Results have x's dtype.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import mlx.core as mx
@@ -79,8 +80,27 @@ def combine(
     share: mx.array,  # (M, top) float32
     residual: mx.array,  # (M, N)
 ) -> mx.array: ...
-def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array: ...
+def gemm(
+    x: mx.array,  # (M, K)
+    w: mx.array,  # (N, K)
+    *,
+    bias: mx.array | None = None,  # (N,)
+    residual: mx.array | None = None,  # (M, N)
+    scale: float = 1.0,
+) -> mx.array: ...
+def rms_norm(
+    x: mx.array,  # (..., K)
+    weight: mx.array,  # (K,)
+    eps: float,
+    residual: mx.array | None = None,  # as x
+) -> mx.array: ...
+def rms_norm_parts(
+    x: mx.array,  # (M, K)
+    weights: Sequence[mx.array],  # of the first columns, of the next
+    eps: float,
+) -> mx.array: ...
 def swiglu(gate_up: mx.array) -> mx.array: ...  # (..., 2N) interleaved -> (..., N)
+def softcap(x: mx.array, limit: float) -> mx.array: ...
 def argmax(
     logits: mx.array, limit: int
 ) -> mx.array:  # (..., V) -> (...) int32; -1: not all are finite

@@ -6,22 +6,22 @@ drift, and only what ran at the same time can be compared.
 
 from __future__ import annotations
 
-import json
+import os
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from qrun.errors import UsageError
 from qrun.generation import decode_step, prefill
 from qrun.loader import LoadedModel
 from qrun.ops import QuantizedMatrix, _launch, qmm, qmv
 from qrun.ops.qmv import qmv_bytes
+from qrun.peers import Peer
 from qrun.quantization import Quantization
 from qrun.sampling import Sampler, Sampling
 
@@ -31,6 +31,7 @@ STEPS = 32
 # N x K of layers of small and large models, odd K included.
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (1536, 576), (576, 1536))
 LADDER_SHAPES = ((4096, 4096), (1536, 576))  # N x K
+PATIENCE = 10.0  # seconds: a peer that takes longer is asked once, and not once a round
 COLD_BYTES = 512 << 20  # matrices rotated through: more than any cache that is ours alone
 
 
@@ -43,7 +44,9 @@ class Row:
     unit: str
     ceiling: float | None = None
     peers: dict[str, float] = field(default_factory=dict[str, float])
+    ratios: dict[str, float] = field(default_factory=dict[str, float])  # to each peer's rate
     seconds: list[float] = field(default_factory=list[float])
+    peer_seconds: dict[str, list[float]] = field(default_factory=dict[str, "list[float]"])
     flops: float = 0.0  # of one run, for the roofline
     bytes: float = 0.0
 
@@ -51,41 +54,6 @@ class Row:
     def share(self) -> float | None:
         """Part of the ceiling reached."""
         return self.rate / self.ceiling if self.ceiling else None
-
-
-class Peer:
-    """Another runtime as a process: scripts/peers/README.md has the protocol."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.name = str(self._answer()["name"])
-
-    def seconds(self, what: str, context: int, steps: int) -> float:
-        """Have it run once."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(
-            json.dumps({"what": what, "context": context, "steps": steps}) + "\n"
-        )
-        self._process.stdin.flush()
-        return float(self._answer()["seconds"])
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.terminate()
-        self._process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise UsageError(f"the peer ended: {' '.join(map(str, self._process.args))}")  # pyright: ignore
-        return json.loads(line)
 
 
 def bench_model(
@@ -101,13 +69,8 @@ def bench_model(
     rows: list[Row] = []
     for tokens in (n for n in prefills if n < model.context):
         progress(f"prefill {tokens}")
-        own, others = _in_turn(
-            lambda n=tokens: prefill_seconds(model, n), peers, "prefill", tokens, rounds
-        )
-        rates = {name: tokens / s for name, s in others.items()}
-        rows.append(
-            Row(f"prefill {tokens}", tokens / statistics.median(own), "tok/s", None, rates, own)
-        )
+        turns = Turns(lambda n=tokens: prefill_seconds(model, n), prompt(model, tokens), peers)
+        rows.append(turns.row("prefill", tokens, rounds))
     for context in (n for n in contexts if n + STEPS < model.context):
         progress(f"decode at {context}")
         walls: list[float] = []
@@ -117,28 +80,68 @@ def bench_model(
             walls.append(STEPS * read_rate() / moved)
             return seconds
 
-        own, others = _in_turn(run, peers, "decode", context, rounds)
-        rates = {name: STEPS / s for name, s in others.items()}
-        rate = STEPS / statistics.median(own)
-        wall = statistics.median(walls)
-        rows.append(Row(f"decode at {context}", rate, "tok/s", wall, rates, own))
+        turns = Turns(run, prompt(model, context), peers)
+        rows.append(turns.row("decode", context, rounds, walls))
     return rows
 
 
-def _in_turn(
-    run: Callable[[], float], peers: Sequence[Peer], what: str, context: int, rounds: int
-) -> tuple[list[float], dict[str, float]]:
-    """Seconds of each of our rounds, and each peer's median, one of each per round."""
-    own: list[float] = []
-    others: dict[str, list[float]] = {peer.name: [] for peer in peers}
-    for n in range(rounds + 1):
-        seconds = run()
-        theirs = {peer.name: peer.seconds(what, context, STEPS) for peer in peers}
-        if n:  # the first round warms up
-            own.append(seconds)
-            for name, value in theirs.items():
-                others[name].append(value)
-    return own, {name: statistics.median(values) for name, values in others.items()}
+@dataclass(frozen=True)
+class Turns:
+    """qrun and its peers, one after the other, round by round."""
+
+    run: Callable[[], float]
+    ids: Sequence[int]
+    peers: Sequence[Peer]
+
+    def row(self, what: str, tokens: int, rounds: int, walls: Sequence[float] = ()) -> Row:
+        """Medians of rates, and of ratios within a round. The first round warms up."""
+        own: list[float] = []
+        others: dict[str, list[float]] = {peer.name: [] for peer in self.peers}
+        for _ in range(rounds + 1):
+            own.append(self.run())
+            for peer in self.peers:
+                taken = others[peer.name]
+                if not taken or taken[-1] < PATIENCE:
+                    taken.append(peer.seconds(what, self.ids, STEPS))
+        pairs = {n: list(zip(own, taken, strict=False)) for n, taken in others.items()}
+        warm = {n: p[1:] or p for n, p in pairs.items()}
+        work = tokens if what == "prefill" else STEPS
+        return Row(
+            f"{what} {tokens}" if what == "prefill" else f"{what} at {tokens}",
+            work / statistics.median(own[1:]),
+            "tok/s",
+            statistics.median(walls[1:]) if walls else None,
+            {n: work / statistics.median(b for _, b in p) for n, p in warm.items()},
+            {n: statistics.median(b / a for a, b in p) for n, p in warm.items()},
+            own[1:],
+            {n: [b for _, b in p] for n, p in warm.items()},
+        )
+
+
+@contextmanager
+def started(
+    wanted: Sequence[tuple[str, str]], model: LoadedModel, ggufs: Sequence[Path]
+) -> Generator[list[Peer]]:
+    """Peers (name, Python) with their models loaded; llama.cpp once for each GGUF."""
+    layers = 0 if mx.default_device().type == mx.cpu else -1  # -1: all on the GPU
+    dtype = str(model.dtype).removeprefix("mlx.core.")
+    with ExitStack() as stack:
+        peers: list[Peer] = []
+        for name, python in wanted:
+            files = [(gguf, threads() or os.cpu_count(), layers) for gguf in ggufs]
+            for arguments in files if name == "llama.cpp" else [(model.folder, dtype)]:
+                peers.append(Peer(name, python, *arguments))
+                stack.callback(peers[-1].close)
+        yield peers
+
+
+def threads() -> int:
+    """Threads of the CPU's kernels; 0 on a GPU."""
+    if mx.default_device().type != mx.cpu or _launch.native_problem() is not None:
+        return 0
+    from qrun import _ext
+
+    return _ext.threads()
 
 
 def prefill_seconds(model: LoadedModel, tokens: int) -> float:
@@ -154,7 +157,7 @@ def prefill_seconds(model: LoadedModel, tokens: int) -> float:
 def decode_seconds(model: LoadedModel, context: int) -> tuple[float, int]:
     """Seconds of STEPS single tokens behind `context` others, and the bytes they must move."""
     cache = model.new_cache(context + STEPS + 1)
-    sampler = Sampler(Sampling(), [], model.tokenizer.size)
+    sampler = Sampler(Sampling(), [], model.vocab)
     token = prefill(model, prompt(model, context), cache, sampler)
     step = decode_step(model, cache, sampler)
     token = step(token)  # the first step may be traced
@@ -172,7 +175,7 @@ def decode_seconds(model: LoadedModel, context: int) -> tuple[float, int]:
 
 def prompt(model: LoadedModel, tokens: int) -> list[int]:
     """That many ids of no meaning, the same every time."""
-    return [(7 * i + 11) % (model.tokenizer.size - 100) + 50 for i in range(tokens)]
+    return [(7 * i + 11) % (model.vocab - 100) + 50 for i in range(tokens)]
 
 
 def read_rate() -> float:
@@ -234,7 +237,7 @@ def bench_kernels(
                 rate, unit, wall = moved / middle / 1e9, "GB/s", statistics.median(walls) / 1e9
             else:
                 rate, unit, wall = flops / middle / 1e9, "GFLOP/s", peak_rate()
-            out.append(Row(name, rate, unit, wall, {}, seconds, flops, moved))
+            out.append(Row(name, rate, unit, wall, seconds=seconds, flops=flops, bytes=moved))
     return out
 
 
@@ -259,10 +262,13 @@ def bench_ladder(
             moved = qmv_bytes(mx.zeros((rung.m, k), mx.float16), matrices[0])
             few = rung.m <= 16
             work, unit = (moved, "GB/s") if few else (flops, "GFLOP/s")
-            peers = {} if rung.way == "mlx" else {"mlx": work / rung.mlx / 1e9}
             rate, ceiling = work / rung.seconds / 1e9, wall / 1e9 if few else None
-            name = f"{rung.what}: {rung.way}"
-            out.append(Row(name, rate, unit, ceiling, peers, [rung.seconds], flops, moved))
+            row = Row(f"{rung.what}: {rung.way}", rate, unit, ceiling, flops=flops, bytes=moved)
+            row.seconds.append(rung.seconds)
+            if rung.way != "mlx":
+                row.peers["mlx"] = work / rung.mlx / 1e9
+                row.ratios["mlx"] = rung.mlx / rung.seconds
+            out.append(row)
     return out
 
 

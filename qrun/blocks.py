@@ -172,10 +172,7 @@ class Attention:
         i = self.index
         qkv = self.qkv_proj(x, norm=norm)
         if self.row_norms is not None:
-            q_norm, k_norm = self.row_norms
-            width = (q_norm.weight.size, q_norm.weight.size + k_norm.weight.size)
-            q, k, v = mx.split(qkv, list(width), axis=1)
-            qkv = mx.concatenate([q_norm(q), k_norm(k), v], axis=1)
+            qkv = ops.rms_norm_parts(qkv, [norm.weight for norm in self.row_norms], self.eps)
         q_norm, k_norm = self.head_norms or (None, None)
         y, cache.keys[i], cache.values[i] = ops.attend(
             qkv,

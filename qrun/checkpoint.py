@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 
 from qrun.config import read_json, refuse_impostors
 from qrun.errors import CheckpointError
@@ -24,14 +23,14 @@ from qrun.errors import CheckpointError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-# safetensors name -> (bytes, numpy type to map the file with, MLX type it stands for)
-_DTYPES: dict[str, tuple[int, str, mx.Dtype]] = {
-    "F32": (4, "<f4", mx.float32),
-    "F16": (2, "<f2", mx.float16),
-    "BF16": (2, "<u2", mx.bfloat16),
-    "U32": (4, "<u4", mx.uint32),
-    "I32": (4, "<i4", mx.int32),
-    "U8": (1, "u1", mx.uint8),
+# safetensors name -> the MLX type it stands for
+_DTYPES: dict[str, mx.Dtype] = {
+    "F32": mx.float32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "U8": mx.uint8,
 }
 # Known to the format, not to us; tolerated unless a model asks for such a tensor.
 _OTHER_SIZES = {
@@ -87,12 +86,9 @@ class Checkpoint:
         """One tensor, copied once: from the mapped file into MLX's memory."""
         tensor = self.tensors[name]
         mx_type = mlx_type(name, tensor)
-        np_type = _DTYPES[tensor.dtype][1]
-        flat: Any = np.frombuffer(
-            self._map(tensor.file), np_type, count=prod(tensor.shape), offset=tensor.start
-        )
-        array = mx.array(flat.reshape(tensor.shape))
-        return array if array.dtype == mx_type else array.view(mx_type)
+        data: Any = memoryview(self._map(tensor.file))[tensor.start : tensor.stop]
+        words: mx.array = mx.array(data.cast({1: "B", 2: "H", 4: "I"}[mx_type.size]))
+        return words.view(mx_type).reshape(tensor.shape)
 
     def release(self) -> None:
         """Give the pages read so far back to the system; they stay in its file cache."""
@@ -111,7 +107,7 @@ def mlx_type(name: str, tensor: Tensor) -> mx.Dtype:
     """The MLX type of a tensor. Raises CheckpointError where there is none."""
     if tensor.dtype not in _DTYPES:
         raise CheckpointError(f"{tensor.file}: {name} has unsupported type {tensor.dtype}")
-    return _DTYPES[tensor.dtype][2]
+    return _DTYPES[tensor.dtype]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -223,7 +219,7 @@ def _tensor(path: Path, name: str, value: Any, data: int) -> Tensor:
         numbers = (*shape, start, stop)
         if not all(type(v) is int and 0 <= v < 1 << 60 for v in numbers):
             raise ValueError
-        itemsize = _DTYPES[dtype][0] if dtype in _DTYPES else _OTHER_SIZES[dtype]
+        itemsize = _DTYPES[dtype].size if dtype in _DTYPES else _OTHER_SIZES[dtype]
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{path}: the header entry of {name!r:.80} is broken") from None
     if stop - start != prod(shape) * itemsize:

@@ -236,8 +236,15 @@ def convert(
     "--peer",
     "peers",
     multiple=True,
-    metavar="COMMAND",
-    help="Run a peer in turn: a command that speaks scripts/peers/README.md. Repeatable.",
+    metavar="NAME[=PYTHON]",
+    help="Run llama.cpp or mlx-lm in turn, with that Python if not this one. Repeatable.",
+)
+@click.option(
+    "--gguf",
+    "ggufs",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What llama.cpp runs: MODEL in a format of its own, Q4_0 say. Repeatable.",
 )
 @click.option(
     "--tune/--no-tune",
@@ -255,6 +262,7 @@ def bench(
     group_size: int,
     rounds: int,
     peers: tuple[str, ...],
+    ggufs: tuple[Path, ...],
     tune: bool | None,
     as_json: bool,
     out: Path | None,
@@ -262,34 +270,35 @@ def bench(
 ) -> None:
     """Measure the kernels, and MODEL if given, against the machine's ceilings and peers.
 
-    On an Apple GPU also every kernel there is to choose from, against MLX's own.
+    The ceilings are measured in the same run: a loop that reads memory, and float32 multiply-adds
+    (products that use wider instructions may pass it). On an Apple GPU also every kernel there is
+    to choose from, against MLX's own.
     """
-    import shlex
-
     import qrun
     from qrun.hardware import require_mlx
 
     require_mlx()
     from qrun import bench as measure
     from qrun import report
+    from qrun.peers import asked
     from qrun.quantization import Quantization
 
     if tune and model is None:
         raise UsageError("--tune needs a MODEL: its products are what is timed")
+    if peers and model is None:
+        raise UsageError("--peer needs a MODEL: kernels alone have no peers")
+    wanted = asked(peers, ggufs)
     progress = printing.status_line(not as_json)
+    # First, since all that can be wrong is wrong there.
+    loaded = None if model is None else qrun.load(model, tune=tune, show=progress)
     rows: list[measure.Row] = []
     if kernels:
         spec = Quantization(4, group_size)
         rows += measure.bench_kernels(spec=spec, rounds=rounds, progress=progress)
         rows += measure.bench_ladder(spec=spec, progress=progress)
-    if model is not None:
-        loaded = qrun.load(model, tune=tune, show=progress)
-        others = [measure.Peer(shlex.split(command)) for command in peers]
-        try:
+    if loaded is not None:
+        with measure.started(wanted, loaded, ggufs) as others:
             rows += measure.bench_model(loaded, others, rounds=rounds, progress=progress)
-        finally:
-            for other in others:
-                other.close()
     progress("")
     result = report.report(rows)
     if out is not None:

@@ -127,7 +127,7 @@ def encode_prompt(
     model: LoadedModel, prompt: Prompt, *, system: str | None, raw: bool
 ) -> list[int]:
     """Token ids of any form of prompt."""
-    vocab = model.tokenizer.size
+    vocab = model.vocab
     for name, text in (("prompt", prompt), ("system message", system)):
         if isinstance(text, str) and not _is_text(text):
             raise UsageError(f"the {name} is not UTF-8 text")
@@ -176,7 +176,7 @@ def _run(
     """The loop. While a token is read, the step that consumes it is already under way."""
     started = time.perf_counter()
     decoder = StreamingDecoder(model.tokenizer)
-    sampler = Sampler(sampling, ids, model.tokenizer.size)
+    sampler = Sampler(sampling, ids, model.vocab)
     tokens: list[int] = []
     pieces: list[str] = []
     reason: FinishReason = "length"

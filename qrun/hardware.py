@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import resource
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
 
 from qrun.errors import BackendError
+
+SPARE = 8 << 20  # bytes
 
 
 def require_mlx() -> None:
@@ -35,6 +40,26 @@ def set_threads(count: int | None) -> None:
         from qrun import _ext
 
         _ext.set_threads(count)
+
+
+@contextmanager
+def sparing() -> Generator[None]:
+    """On a CPU: keep little of what is freed inside for later use, and none of it behind."""
+    import mlx.core as mx
+
+    if mx.default_device().type != mx.cpu:
+        yield
+        return
+    limit = mx.set_cache_limit(SPARE)
+    try:
+        yield
+    finally:
+        mx.set_cache_limit(limit)
+        mx.clear_cache()
+        if sys.platform == "linux":
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl not
+            if trim:
+                trim(0)
 
 
 def device_name() -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-import numpy as np
 
 from qrun import ops
+from qrun.lazy import np
 from qrun.ops import QuantizedMatrix, _launch
 from qrun.ops._mlx import epilogue
 from qrun.ops.qmv import Activation
@@ -20,9 +20,9 @@ class RMSNorm:
     weight: mx.array
     eps: float
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (M, K) -> (M, K)."""
-        return ops.rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: mx.array, *, residual: mx.array | None = None) -> mx.array:
+        """x (M, K) -> norm(x) + residual (M, K)."""
+        return ops.rms_norm(x, self.weight, self.eps, residual=residual)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def softcap(x: mx.array, limit: float) -> mx.array:
     """limit * tanh(x / limit): values stay below the limit. 0: x as it is."""
     if not limit:
         return x
-    return (mx.tanh(x.astype(mx.float32) / limit) * limit).astype(x.dtype)
+    return ops.softcap(x, limit)
 
 
 def round_to_bfloat16(value: float) -> float:

@@ -20,6 +20,7 @@ from qrun.checkpoint import Checkpoint, Tensor
 from qrun.config import Config, read_json
 from qrun.declared import Declared
 from qrun.errors import CheckpointError, UsageError
+from qrun.hardware import sparing
 from qrun.hub import locate
 from qrun.ops import _launch
 from qrun.paths import MODELS
@@ -52,6 +53,7 @@ class LoadedModel:
 
     model: Model
     tokenizer: Tokenizer
+    vocab: int  # ids at or above it mean nothing
     folder: Path
     dtype: mx.Dtype
     context: int  # positions the model was made for
@@ -85,6 +87,8 @@ def load(
     start = time.perf_counter()
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
+    if tune and not _launch.can_tune():
+        raise UsageError(f"{_launch.backend().NAME} has no kernels to choose from: nothing to tune")
     _launch.show_by(show)
     folder = locate(model, revision=revision)
     config, build = read_config(folder)
@@ -93,10 +97,12 @@ def load(
     problem = _launch.native_problem()
     if problem and mx.default_device().type == mx.cpu:
         warnings.warn(f"{problem}: using MLX's own slow CPU product", stacklevel=2)
-    weights = Weights(checkpoint, Declared(config), compute)
-    built = build(config, weights)
-    weights.finish(folder)
-    tokenizer = Tokenizer(folder)
+    with sparing():
+        tokenizer = Tokenizer(folder)  # first: weights fill the holes that reading it leaves
+        weights = Weights(checkpoint, Declared(config), compute)
+        built = build(config, weights)  # a matrix is packed while the next ones are read
+        weights.finish(folder)
+        mx.synchronize()
     context = config.int("max_position_embeddings", 2048)
     notes = grouped(weights.slow)
     if weights.dtype != compute:
@@ -106,15 +112,11 @@ def load(
         notes.append(f"config.json: not used: {', '.join(ignored)}")
     if tune is not False:
         step = partial(untried_step, built, weights.dtype, context)
-        timed = _launch.tune(step, again=tune is True, show=show)
-        if tune and timed is None:
-            raise UsageError(
-                f"{_launch.backend().NAME} has no kernels to choose from: nothing to tune"
-            )
-        notes += timed or []
+        notes += _launch.tune(step, again=tune is True, show=show)
     return LoadedModel(
         model=built,
         tokenizer=tokenizer,
+        vocab=tokenizer.size_within(config.int("vocab_size")),
         folder=folder,
         dtype=weights.dtype,
         context=context,

@@ -8,18 +8,17 @@ LongRoPE (Ding et al., 2024), llama3 (the Llama 3.1 release).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
 from qrun.config import Config
 from qrun.errors import CheckpointError
 
-Frequencies: TypeAlias = npt.NDArray[np.float64]
+Frequencies: TypeAlias = Sequence[float]
+BLOCK = 64  # positions whose angles are worked out together
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,29 @@ class Rope:
     def table(self, capacity: int, length: int | None = None) -> mx.array:
         """cos and sin of positions 0 .. capacity-1, float32 (capacity, R/2, 2).
 
-        The angles are computed in float64: float32 would be off by 1e-3 radians at position 9,000.
+        All in float64: float32 would be off by 1e-3 radians at position 9,000. MLX's own cosine is
+        no better, so only its products are used: e^i(a+b) = e^ia e^ib, a every BLOCK positions.
         `length`: as above, `capacity` if not given.
         """
-        angle = np.arange(capacity)[:, None] * self.inv_freq(length or capacity)
-        pair = np.stack([np.cos(angle), np.sin(angle)], axis=-1) * self.factor
-        return mx.array(pair.astype(np.float32))
+        inv_freq = self.inv_freq(length or capacity)
+        with mx.stream(mx.cpu):
+            starts = _turns(range(0, capacity, BLOCK), inv_freq)[:, None]
+            inside = _turns(range(BLOCK), inv_freq)[None] * self.factor
+            (c, s), (d, t) = (mx.split(x, 2, axis=-1) for x in (starts, inside))
+            pairs = mx.concatenate([c * d - s * t, s * d + c * t], axis=-1).astype(mx.float32)
+            table = pairs.reshape(-1, len(inv_freq), 2)[:capacity]
+            mx.eval(table)  # on a GPU's stream nothing of it is left to do
+        return table
 
     def same(self, length: int, other: int) -> bool:
         """Whether texts of both lengths are rotated alike."""
-        return np.array_equal(self.inv_freq(length), self.inv_freq(other))
+        return list(self.inv_freq(length)) == list(self.inv_freq(other))
+
+
+def _turns(positions: range, inv_freq: Frequencies) -> mx.array:
+    """cos and sin of positions * inv_freq, float64 (P, R/2, 2)."""
+    angles = [[p * f for f in inv_freq] for p in positions]
+    return mx.array([[(math.cos(a), math.sin(a)) for a in row] for row in angles], mx.float64)
 
 
 def rope_from(
@@ -82,10 +94,9 @@ def rope_from(
     try:
         if theta <= 0:
             raise ValueError
-        with np.errstate(all="ignore"):
-            rope = _RULES[kind](scaling, config, theta, dim)
-            tried = [rope.inv_freq(length) for length in (1, longest, 2 * longest)]
-        if not (np.isfinite(tried).all() and math.isfinite(rope.factor)):
+        rope = _RULES[kind](scaling, config, theta, dim)
+        tried = [f for length in (1, longest, 2 * longest) for f in rope.inv_freq(length)]
+        if not all(map(math.isfinite, [*tried, rope.factor])):
             raise ValueError
     except (ArithmeticError, ValueError):
         numbers = {**scaling.values, "rope_theta": theta}
@@ -101,7 +112,7 @@ def no_rope(head_dim: int) -> Rope:
 
     As wide as other layers' tables, so that one kernel with one shape serves all of them.
     """
-    return _fixed(np.zeros(head_dim // 2))
+    return _fixed([0.0] * (head_dim // 2))
 
 
 def _own(parameters: Config, layer_type: str | None) -> Config:
@@ -119,7 +130,7 @@ def _own(parameters: Config, layer_type: str | None) -> Config:
 
 
 def _plain(theta: float, dim: int) -> Frequencies:
-    return theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    return [theta ** (-i / dim) for i in range(0, dim, 2)]
 
 
 def _fixed(inv_freq: Frequencies, factor: float = 1.0) -> Rope:
@@ -131,20 +142,23 @@ def _default(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
 
 
 def _linear(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
-    return _fixed(_plain(theta, dim) / _factor(scaling))
+    factor = _factor(scaling)
+    return _fixed([f / factor for f in _plain(theta, dim)])
 
 
 def _llama3(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
-    inv_freq = _plain(theta, dim)
     factor = _factor(scaling)
     low, high = scaling.float("low_freq_factor"), scaling.float("high_freq_factor")
     original = _original(scaling, config)
     if not 0 < low < high:
         raise CheckpointError(f"{scaling.where}: low_freq_factor must lie under high_freq_factor")
-    # turns: how often a frequency goes round within the original context.
-    turns = original * inv_freq / (2 * math.pi)
-    keep = np.clip((turns - low) / (high - low), 0, 1)
-    return _fixed(inv_freq * (keep + (1 - keep) / factor))
+
+    def stretched(f: float) -> float:
+        turns = original * f / (2 * math.pi)  # within the original context
+        keep = _clip((turns - low) / (high - low))
+        return f * (keep + (1 - keep) / factor)
+
+    return _fixed([stretched(f) for f in _plain(theta, dim)])
 
 
 def _dynamic(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
@@ -172,9 +186,9 @@ def _yarn(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
     if scaling.bool("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
-    inv_freq = _plain(theta, dim)
-    inv_freq = inv_freq * (1 - ramp) + inv_freq / factor * ramp
+    ramp = [_clip((i - low) / max(high - low, 0.001)) for i in range(dim // 2)]
+    plain = _plain(theta, dim)
+    inv_freq = [f * (1 - r) + f / factor * r for f, r in zip(plain, ramp, strict=True)]
 
     def magnitude(m: float) -> float:
         return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -187,12 +201,19 @@ def _yarn(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
 def _longrope(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
     original = _original(scaling, config)
     longest = config.int("max_position_embeddings", original)
-    short = _plain(theta, dim) / np.array(scaling.floats("short_factor", dim // 2))
-    long = _plain(theta, dim) / np.array(scaling.floats("long_factor", dim // 2))
+    plain = _plain(theta, dim)
+    short, long = (
+        [f / by for f, by in zip(plain, scaling.floats(name, dim // 2), strict=True)]
+        for name in ("short_factor", "long_factor")
+    )
     stretch = scaling.float("factor", longest / original)
     factor = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
     factor = scaling.float("attention_factor", factor)
     return Rope(lambda length: short if length <= original else long, factor)
+
+
+def _clip(x: float) -> float:
+    return min(max(x, 0.0), 1.0)
 
 
 def _factor(scaling: Config, default: float | None = None) -> float:

@@ -15,15 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from qrun.lazy import np, npt
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUPS = (32, 64, 128)
 # mode -> (group_size, bits); affine's entry is its default, the others admit nothing else.
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
 @dataclass(frozen=True)
@@ -134,6 +133,6 @@ def dequantize_ref(
         values = q.astype(np.float64)
         s, b = scales.astype(np.float64), biases.astype(np.float64)
         return values * np.repeat(s, spec.group_size, 1) + np.repeat(b, spec.group_size, 1)
-    values = e4m3(q) if spec.mode == "mxfp8" else E2M1[q]
+    values = e4m3(q) if spec.mode == "mxfp8" else np.array(E2M1)[q]
     s = e4m3(scales) if spec.mode == "nvfp4" else np.ldexp(1.0, scales.astype(np.int32) - 127)
     return values * np.repeat(s, spec.group_size, 1)

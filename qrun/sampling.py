@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-import numpy as np
 
 from qrun import ops
 from qrun.errors import UsageError
+from qrun.lazy import np
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,17 @@ class Tokenizer:
         self.template = find_template(folder, config)
         self.eos = self.id_of(self.special.get("eos_token"))
         self.bos = self.id_of(self.special.get("bos_token"))
-        vocab = cast("dict[str, int]", self.inner.get_vocab(with_added_tokens=True))
-        self.size = max(vocab.values(), default=-1) + 1  # ids at or above it mean nothing
         added: dict[int, Any] = self.inner.get_added_tokens_decoder()
         self._silent = {i for i, token in added.items() if token.special}
 
     def id_of(self, token: str | None) -> int | None:
         """The id of a token's exact text, None if there is none."""
         return None if token is None else self.inner.token_to_id(token)
+
+    def size_within(self, rows: int) -> int:
+        """One more than the last id below `rows` that means something."""
+        known = (i + 1 for i in reversed(range(rows)) if self.inner.id_to_token(i) is not None)
+        return next(known, 0)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt, with the special tokens the tokenizer adds; never two BOS."""

@@ -157,7 +157,7 @@ class Weights:
             # MLX's op wants scales in the type of x: converted here once, not in every step.
             whole = QuantizedLinear(_float_scales(whole.matrix))
             if self._computes:
-                mx.eval(whole.matrix.w, whole.matrix.scales, whole.matrix.biases)
+                mx.async_eval(whole.matrix.w, whole.matrix.scales, whole.matrix.biases)
         return Experts(whole.matrix, count)
 
     def embedding(self, name: str, n: int, k: int) -> Embedding:
@@ -264,20 +264,20 @@ class Weights:
         return QuantizedLinear(matrix, offset)
 
     def _packed(self, part: QuantizedLinear | Linear) -> QuantizedLinear | Linear:
-        """In the layout of the backend's kernels, and computed: what it came from can be freed."""
+        """In the layout of the backend's kernels, under way: what it came from is freed then."""
         if not self._computes:
             return part
         if isinstance(part, Linear):
-            mx.eval(part.weight, part.bias)
+            mx.async_eval(part.weight, part.bias)
             return part
         matrix = part.matrix.pack()
-        mx.eval(matrix.w, matrix.scales, matrix.biases, part.bias)
+        mx.async_eval(matrix.w, matrix.scales, matrix.biases, part.bias)
         return QuantizedLinear(matrix, part.bias)
 
     def _ready(self, array: mx.array) -> mx.array:
-        """The same, computed."""
+        """The same, under way."""
         if self._computes:
-            mx.eval(array)
+            mx.async_eval(array)
         return array
 
     @property

@@ -4,7 +4,8 @@
     bash build/NAME/run.sh [TEXT]                              there: nvcc, then run them
 
 Weights are rotated past the L2 cache, launches are replayed from a CUDA graph, products are checked
-against float64. GROUPs: qmv qmm sdpa. Neither MLX nor Python is needed on the GPU machine.
+against float64. GROUPs: qmv qmm sdpa, and odd: every kernel once at odd shapes, for
+`compute-sanitizer build/NAME/bench "" once`. Neither MLX nor Python is needed on the GPU machine.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun.ops import _cuda_product, _cuda_rows
-from qrun.ops._cuda_launch import TYPES, Kernel, Output, run_by
+from qrun.ops import _cuda_attend, _cuda_product, _cuda_rows
+from qrun.ops._cuda_launch import TYPES, Kernel, Output, ceil_div, run_by
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import Quantization
 
 SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (1024, 1024))  # N, K
 ROTATING = ("w", "scales", "biases")
 KINDS = {"x": "b", "q": "b", "k_cache": "b", "v_cache": "b", "w": "u", "scales": "s", "biases": "s"}
+PLAIN: dict[str, Any] = {
+    **{"q_norm": None, "k_norm": None, "eps": 1e-5},
+    **{"scale": 0.1, "window": 0, "softcap": 0.0},
+}
 NONE: dict[str, Any] = {"bias": None, "residual": None, "activation": None, "scale": 1.0}
 
 
@@ -144,37 +149,31 @@ def qmv_cases() -> list[str]:
 
 
 def qmm_cases() -> list[str]:
+    """The tile that `qmm_tile` takes (marked), and others."""
     mma, wgmma = _cuda_product.MmaTile, _cuda_product.WgmmaTile
     tiles: dict[int, tuple[Any, ...]] = {
-        16: (mma(16, 1, 1, 8), mma(16, 4, 1, 2)),
-        32: (mma(32, 1, 1, 8), mma(32, 4, 1, 2)),
-        64: (wgmma(64, 2, 6, 2), wgmma(64, 4, 8, 1), mma(64, 1, 1, 8)),
-        128: (wgmma(64, 2, 6, 2), wgmma(64, 4, 8, 1), wgmma(128, 4, 6, 1)),
-        256: (wgmma(64, 4, 8, 1), wgmma(128, 2, 3, 2), wgmma(128, 4, 6, 1)),
-        512: (wgmma(64, 4, 8, 1), wgmma(128, 4, 6, 1), wgmma(256, 2, 3, 1)),
-        2048: (wgmma(128, 2, 3, 2), wgmma(128, 4, 6, 1), wgmma(256, 2, 3, 1)),
+        16: (mma(16, 1, 1, 8),),
+        32: (mma(32, 1, 1, 8),),
+        64: (wgmma(64, 2, 6, 2), mma(64, 1, 1, 8)),
+        128: (wgmma(64, 2, 6, 2), wgmma(128, 2, 3, 2)),
+        256: (wgmma(128, 2, 3, 2), wgmma(256, 2, 3, 1)),
+        512: (wgmma(128, 2, 3, 2), wgmma(256, 2, 3, 1)),
+        2048: (wgmma(128, 2, 3, 2), wgmma(256, 2, 3, 1)),
     }
     out: list[str] = []
     for n, k in SHAPES:
         m = matrix(n, k)
         for rows, candidates in tiles.items():
             x = mx.zeros((rows, k), mx.bfloat16)
-            for tile in candidates:
-
-                def run(x: mx.array = x, m: QuantizedMatrix = m, tile: Any = tile) -> None:
-                    if isinstance(tile, wgmma):
-                        arranged = _cuda_product._arrange(x, None, tile.bm)
-                        _cuda_product._qmm_wgmma(arranged, x, m, tile, **NONE)
-                    else:
-                        prepared, sums = _cuda_product._prepare(x, None, 64, tile.bm)
-                        _cuda_product._qmm_mma(prepared, sums, m, tile, **NONE)
-
+            chosen = _cuda_product.qmm_tile(rows, n, k, 64)
+            for tile in dict.fromkeys([chosen, *candidates]):
                 name = " ".join(f"{f} {v}" for f, v in zip(tile._fields, tile, strict=True))
                 out.append(
                     case(
                         f"qmm {n:5}x{k:<5} M {rows:4}",
-                        f"{type(tile).__name__.removesuffix('Tile').lower()} {name}",
-                        run,
+                        f"{type(tile).__name__.removesuffix('Tile').lower()} {name}"
+                        + " *" * (tile == chosen),
+                        lambda x=x, m=m, tile=tile: _cuda_product._qmm(x, m, tile, None, **NONE),
                         2.0 * rows * n * k,
                         f"{rows}, {n}, {k}, 64",
                     )
@@ -185,7 +184,7 @@ def qmm_cases() -> list[str]:
 def sdpa_cases() -> list[str]:
     out: list[str] = []
     for heads, kv, d in ((32, 8, 128), (16, 8, 128), (32, 8, 64), (9, 3, 64)):
-        for held in (512, 4096, 32768):
+        for held in (512, 4096, 7936, 32768):
             cache = [mx.zeros((1, kv, held + 256, d), mx.bfloat16) for _ in range(2)]
             q = mx.zeros((1, heads, 1, d), mx.bfloat16)
             out.append(
@@ -194,6 +193,19 @@ def sdpa_cases() -> list[str]:
                     "split",
                     lambda q=q, c=cache, held=held: _cuda_rows.sdpa(
                         q, *c, mx.array([held - 1], mx.int32), scale=0.1, window=0, softcap=0
+                    ),
+                )
+            )
+            if held > _cuda_attend.LONGEST:
+                continue
+            table = mx.zeros((held + 256, d // 2, 2))
+            qkv = mx.zeros((1, (heads + 2 * kv) * d), mx.bfloat16)
+            out.append(
+                case(
+                    f"attend {heads}/{kv} D {d} S {held}",
+                    "one launch",
+                    lambda x=qkv, c=cache, held=held, table=table, heads=heads: _cuda_attend.attend(
+                        x, *c, mx.array([held - 1], mx.int32), table, heads=heads, **PLAIN
                     ),
                 )
             )
@@ -212,6 +224,87 @@ def sdpa_cases() -> list[str]:
     return out
 
 
+def odd_cases() -> list[str]:
+    """Every kernel of the backend where nothing is a round number."""
+    out: list[str] = []
+    bf16 = mx.bfloat16
+
+    def add(label: str, run: Callable[[], Any], product: str = "0, 0, 0, 0") -> None:
+        out.append(case(f"odd {label}", "", run, product=product))
+
+    for n, k, group in ((37, 96, 32), (130, 576, 64), (51, 640, 128), (1041, 1024, 64)):
+        m = matrix(n, k, group)
+        even = matrix(n + n % 2, k, group)
+        for rows in (1, 3, 7, 13, 16):
+            x = mx.zeros((rows, k), bf16)
+            add(
+                f"qmv {n}x{k} group {group} M {rows}",
+                lambda x=x, m=m: _cuda_product.qmv(x, m, **NONE, norm=None),
+                f"{rows}, {n}, {k}, {group}",
+            )
+            behind: dict[str, Any] = {
+                "norm": (mx.zeros((k,), bf16), 1e-5),
+                "bias": mx.zeros((even.n,), bf16),
+                "residual": mx.zeros((rows, even.n // 2), bf16),
+                "activation": "swiglu",
+                "scale": 0.5,
+            }
+            add(
+                f"qmv with all behind {even.n}x{k} M {rows}",
+                lambda x=x, m=even, b=behind: _cuda_product.qmv(x, m, **b),
+            )
+        for rows in (17, 67, 131, 300):
+            x = mx.zeros((rows, k), bf16)
+            tiles = [_cuda_product.mma_tile(rows, n, group)]
+            for tile in (
+                _cuda_product.WgmmaTile(16, 2, 4, 2, 2),
+                _cuda_product.WgmmaTile(64, 2, 6, 2),
+            ):
+                tiles += [tile] if ceil_div(k, 128) >= tile.splits else []
+
+            for tile in tiles:
+                add(
+                    f"qmm {n}x{k} group {group} M {rows} {tile}",
+                    lambda x=x, m=m, tile=tile: _cuda_product._qmm(x, m, tile, None, **NONE),
+                    f"{rows}, {n}, {k}, {group}",
+                )
+    m = matrix(37, 96, 32)
+    add("embedding", lambda: _cuda_rows.embedding(mx.zeros(5, mx.int32), m, dtype=bf16, scale=2.0))
+    add("rms_norm", lambda: _cuda_rows.rms_norm(mx.zeros((3, 77), bf16), mx.zeros(77, bf16), 1e-5))
+    add("swiglu", lambda: _cuda_rows.swiglu(mx.zeros((3, 154), bf16)))
+    add("argmax", lambda: _cuda_rows.argmax(mx.zeros((2, 777), bf16), 770))
+    f32 = mx.zeros((5, 96), mx.float32)
+    add("qmv plain", lambda: _cuda_product.qmv(f32, m, **NONE, norm=None))
+    for heads, kv, d, capacity, at in (
+        (3, 1, 24, 70, 69),
+        (9, 3, 64, 300, 257),
+        (6, 2, 128, 90, 0),
+    ):
+        cache = [mx.zeros((1, kv, capacity, d), bf16) for _ in range(2)]
+        offset, table = mx.array([at], mx.int32), mx.zeros((capacity, d // 4, 2))
+        qkv = mx.zeros((1, (heads + 2 * kv) * d), bf16)
+        norm = mx.zeros(d, bf16)
+        where: dict[str, Any] = {"heads": heads, "q_norm": norm, "k_norm": norm, "eps": 1e-5}
+        how: dict[str, Any] = {"scale": 0.1, "window": 50, "softcap": 3.0}
+        add(
+            f"rope D {d}",
+            lambda a=(qkv, *cache, offset, table), w=where: _cuda_rows.rope(*a, **w),
+        )
+        add(
+            f"attend D {d}",
+            lambda a=(qkv, *cache, offset, table), w=where, h=how: _cuda_attend.attend(
+                *a, **w, **h
+            ),
+        )
+        for length in (1, min(67, capacity - at)):
+            q = mx.zeros((1, heads, length, d), bf16)
+            add(
+                f"sdpa D {d} L {length}",
+                lambda q=q, c=cache, o=offset, h=how: _cuda_rows.sdpa(q, *c, o, **h),
+            )
+    return out
+
+
 RUN = """#!/usr/bin/env bash
 # Builds the cases beside it and runs those whose group contains the first argument.
 set -euo pipefail
@@ -226,10 +319,11 @@ nvcc -o bench *.o
 
 def emit(folder: Path, groups: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    _cuda_product.generation = lambda: 9
     for old in folder.glob("case*"):
         old.unlink()
-    makers = {"qmv": qmv_cases, "qmm": qmm_cases, "sdpa": sdpa_cases}
-    sources = [s for name in groups or makers for s in makers[name]()]
+    makers = {"qmv": qmv_cases, "qmm": qmm_cases, "sdpa": sdpa_cases, "odd": odd_cases}
+    sources = [s for name in groups or list(makers)[:3] for s in makers[name]()]
     for i, source in enumerate(sources):
         (folder / f"case{i}.cu").write_text(source)
     (folder / "main.cu").write_text('#include "../../scripts/bench_cuda_main.cu"\n')

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -110,17 +109,18 @@ class RandomSource:
 
 
 def build(name: str, dtype: mx.Dtype) -> LoadedModel:
-    """A model of these shapes; its tokenizer only knows its size."""
+    """A model of these shapes, without a tokenizer."""
     values = MODELS[name]
     config = Config(values, name)
     source = RandomSource(values)
     weights = Weights(source, Declared(config), dtype)
     model = model_file(values["model_type"], name).Model(config, weights)
     weights.finish(name)
-    tokenizer: Any = SimpleNamespace(size=values["vocab_size"])
+    tokenizer: Any = None
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
+        vocab=values["vocab_size"],
         folder=Path(name),
         dtype=dtype,
         context=values["max_position_embeddings"],

@@ -36,7 +36,7 @@ def test_greedy_tokens_are_the_references(backend: Any, arch: str, tmp_path: Pat
     model = load(folder)
     reference = ReferenceModel(folder)
     got = tokens(model, 16)
-    logits = reference.logits(IDS + got)[len(IDS) - 1 : -1, : model.tokenizer.size]
+    logits = reference.logits(IDS + got)[len(IDS) - 1 : -1, : model.vocab]
     assert got == logits.argmax(-1).tolist()
 
 
@@ -149,7 +149,7 @@ def test_case_08_the_stream_joined_is_the_decode_of_all_tokens(kind: str, tmp_pa
 
 
 def test_case_10_ids_beyond_the_tokenizer_are_never_generated(endless: LoadedModel) -> None:
-    size = endless.tokenizer.size
+    size = endless.vocab
     logits = endless.model.logits(endless.model(mx.array([1], mx.int32), endless.new_cache(1)))
     assert logits.shape[-1] > size
     sampling = Sampling(temperature=100.0, seed=1)

@@ -26,6 +26,18 @@ def test_a_loaded_model_knows_what_a_generation_needs(tiny_folder: Path) -> None
     assert model.folder == tiny_folder
 
 
+def test_limits_of_mlx_are_left_as_they_were(tiny_folder: Path, tmp_path: Path) -> None:
+    broken = tiny(tmp_path / "broken")
+    (broken / "tokenizer.json").unlink()
+    cache, memory = mx.set_cache_limit(123 << 20), mx.set_memory_limit(9 << 30)
+    try:
+        qrun.generate(load(tiny_folder), "hello", max_tokens=2)
+        with pytest.raises(CheckpointError):
+            load(broken)
+    finally:
+        assert (mx.set_cache_limit(cache), mx.set_memory_limit(memory)) == (123 << 20, 9 << 30)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_dtype_is_a_choice(dtype: str, tiny_folder: Path) -> None:
     assert load(tiny_folder, dtype=dtype).dtype == getattr(mx, dtype)

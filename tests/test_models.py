@@ -121,6 +121,7 @@ def test_four_bits(case: str, tmp_path: Path, backend: Any) -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("case", [
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "smollm3", "granite",
+    "gemma2", "gemma3_text", "olmo2", "qwen3_moe with a dense router",
 ])  # fmt: skip
 def test_a_step_is_one_recorded_primitive(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -135,8 +136,19 @@ def test_a_step_is_one_recorded_primitive(
         made.append(program(inputs, outputs))
         return made[-1]
 
+    def dense_router(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        for name in [n for n in tensors if n.endswith("mlp.gate.scales")]:
+            path = name.removesuffix(".scales")
+            shape = (tensors[name][1].shape[0], zoo.BASE["hidden_size"])
+            for part in ("scales", "biases"):
+                del tensors[f"{path}.{part}"]
+            tensors[f"{path}.weight"] = ("F32", np.ones(shape, np.float32))
+
     monkeypatch.setattr(_ext, "Program", record)
-    model = load(zoo.write(tmp_path / case, case, bits=4, dtype="F16"), dtype="float32")
+    case, _, dense = case.partition(" with ")
+    edit = dense_router if dense else None
+    model = load(zoo.write(tmp_path / case, case, bits=4, dtype="F16", edit=edit), dtype="float32")
+    assert any("mlp.gate: not quantized" in note for note in model.notes) == bool(dense)
     run(model, list(range(6)), 3)
     assert len(made) == 1
 

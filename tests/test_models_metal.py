@@ -52,7 +52,7 @@ def test_a_small_smollm2_says_the_same(group: int, dtype: str, tmp_path: Path) -
         *("embedding", "qmm", "qmv", "rms_norm", "rope", "sdpa_decode", "sdpa_prefill"),
     }
     logits = ReferenceModel(folder).logits(ids + tokens[:-1])[len(ids) - 1 :]
-    assert tokens == [int(i) for i in logits[:, : model.tokenizer.size].argmax(-1)]
+    assert tokens == [int(i) for i in logits[:, : model.vocab].argmax(-1)]
 
 
 KINDS = [

@@ -62,6 +62,13 @@ def test_position_9000(kind: str, backend: Any) -> None:
         assert (error <= 1e-3 * np.abs(turned)).all()
 
 
+def test_the_table_is_float64s_rounded_once() -> None:
+    rope = rope_from(config(), D)
+    angle = np.arange(9001)[:, None] * np.array(rope.inv_freq(1))
+    want = np.stack([np.cos(angle), np.sin(angle)], -1)
+    assert np.abs(np.array(rope.table(9001), np.float64) - want).max() <= 2.0**-25 + 1e-11
+
+
 @pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize("length", [300, 9001])
 def test_frequencies(kind: str, length: int) -> None:

@@ -1,5 +1,6 @@
 // The rest of a decoder layer as MLX primitives: checks, then the kernel over rows or items.
 #include <algorithm>
+#include <cstring>
 
 #include "op.h"
 #include "pool.h"
@@ -19,6 +20,7 @@ class RmsNormOp : public CpuPrimitive {
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     RmsNorm a{dense(in[0], stream()),
               dense(in[1], stream()),
+              in.size() > 2 ? dense(in[2], stream()) : nullptr,
               allocate<char>(out[0]),
               in[1].shape(0),
               eps_,
@@ -27,6 +29,41 @@ class RmsNormOp : public CpuPrimitive {
     const int rows = static_cast<int>(in[0].size() / a.d);
     enqueue(stream(), [a, rows] {
       parallel(rows, rows_per_step(a.d), [&](int r0, int r1) { kernels().rms_norm(a, r0, r1); });
+    });
+  }
+
+ private:
+  float eps_;
+};
+
+// Several norms side by side in a row, and columns behind them that stay as they are.
+class RmsNormPartsOp : public CpuPrimitive {
+ public:
+  RmsNormPartsOp(mx::Stream s, float eps) : CpuPrimitive(s), eps_(eps) {}
+  const char* name() const override { return "qrun_rms_norm_parts"; }
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    const char* x = dense(in[0], stream());
+    char* y = allocate<char>(out[0]);
+    const Type type = type_of(in[0].dtype(), "rms_norm", "x");
+    const size_t row = in[0].shape(1) * size_of(type);
+    std::vector<RmsNorm> parts;
+    size_t at = 0;
+    for (size_t i = 1; i < in.size(); i++) {
+      parts.push_back({x + at, dense(in[i], stream()), nullptr, y + at, in[i].shape(0), eps_, type,
+                       type_of(in[i].dtype(), "rms_norm", "weight")});
+      at += in[i].size() * size_of(type);
+    }
+    enqueue(stream(), [=, rows = in[0].shape(0)] {
+      parallel(rows, rows_per_step(row / size_of(type)), [&](int r0, int r1) {
+        for (size_t r = r0; r < static_cast<size_t>(r1); r++) {
+          for (RmsNorm part : parts) {
+            part.x = static_cast<const char*>(part.x) + r * row;
+            part.y = static_cast<char*>(part.y) + r * row;
+            kernels().rms_norm(part, 0, 1);
+          }
+          std::memcpy(y + r * row + at, x + r * row + at, row - at);
+        }
+      });
     });
   }
 
@@ -48,6 +85,25 @@ class SwigluOp : public CpuPrimitive {
               });
             });
   }
+};
+
+class SoftcapOp : public CpuPrimitive {
+ public:
+  SoftcapOp(mx::Stream s, float limit) : CpuPrimitive(s), limit_(limit) {}
+  const char* name() const override { return "qrun_softcap"; }
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    const Type type = type_of(in[0].dtype(), "softcap", "x");
+    enqueue(stream(), [x = dense(in[0], stream()), y = allocate<char>(out[0]), type, limit = limit_,
+                       size = out[0].size()] {
+      constexpr size_t step = 4096;
+      parallel(static_cast<int>((size + step - 1) / step), 1, [&](int i0, int i1) {
+        kernels().softcap(x, y, type, limit, i0 * step, std::min(size, i1 * step));
+      });
+    });
+  }
+
+ private:
+  float limit_;
 };
 
 class ArgmaxOp : public CpuPrimitive {
@@ -189,13 +245,37 @@ class SdpaOp : public CpuPrimitive {
 
 }  // namespace
 
-mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps) {
+mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps,
+                   const std::optional<mx::array>& residual) {
   require(x.ndim() >= 1 && x.shape(-1) >= 1, "rms_norm: x must have a last axis");
   require_shape("rms_norm", "weight", weight, {x.shape(-1)});
   type_of(x.dtype(), "rms_norm", "x");
   type_of(weight.dtype(), "rms_norm", "weight");
+  std::vector<mx::array> inputs{x, weight};
+  if (residual) {
+    require_shape("rms_norm", "residual", *residual, x.shape());
+    require(residual->dtype() == x.dtype(), "rms_norm: residual and x must have one dtype");
+    inputs.push_back(*residual);
+  }
   return mx::array(x.shape(), x.dtype(), std::make_shared<RmsNormOp>(cpu_stream(), eps),
-                   {x, weight});
+                   std::move(inputs));
+}
+
+mx::array rms_norm_parts(const mx::array& x, const std::vector<mx::array>& weights, float eps) {
+  require(x.ndim() == 2, "rms_norm: x must have two axes");
+  type_of(x.dtype(), "rms_norm", "x");
+  std::vector<mx::array> inputs{x};
+  int width = 0;
+  for (const mx::array& weight : weights) {
+    require(weight.ndim() == 1, "rms_norm: a weight must have one axis");
+    type_of(weight.dtype(), "rms_norm", "weight");
+    width += weight.shape(0);
+    inputs.push_back(weight);
+  }
+  require(width <= x.shape(1), "rms_norm: weights are for " + std::to_string(width) +
+                                   " columns, x has " + std::to_string(x.shape(1)));
+  return mx::array(x.shape(), x.dtype(), std::make_shared<RmsNormPartsOp>(cpu_stream(), eps),
+                   std::move(inputs));
 }
 
 mx::array swiglu(const mx::array& gate_up) {
@@ -206,6 +286,11 @@ mx::array swiglu(const mx::array& gate_up) {
   shape.back() /= 2;
   return mx::array(std::move(shape), gate_up.dtype(), std::make_shared<SwigluOp>(cpu_stream()),
                    {gate_up});
+}
+
+mx::array softcap(const mx::array& x, float limit) {
+  type_of(x.dtype(), "softcap", "x");
+  return mx::array(x.shape(), x.dtype(), std::make_shared<SoftcapOp>(cpu_stream(), limit), {x});
 }
 
 mx::array argmax(const mx::array& logits, int limit) {

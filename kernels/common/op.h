@@ -128,8 +128,13 @@ mx::array combine(const mx::array& x, const mx::array& place, const mx::array& s
                   const mx::array& residual);
 Activation activation_of(const std::string& at, const std::string& name, int n);
 
-mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps);
+mx::array gemm(const mx::array& x, const mx::array& w, const std::optional<mx::array>& bias,
+               const std::optional<mx::array>& residual, float scale);
+mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps,
+                   const std::optional<mx::array>& residual);
+mx::array rms_norm_parts(const mx::array& x, const std::vector<mx::array>& weights, float eps);
 mx::array swiglu(const mx::array& gate_up);
+mx::array softcap(const mx::array& x, float limit);
 mx::array argmax(const mx::array& logits, int limit);
 mx::array embedding(const mx::array& ids, const mx::array& packed, int n, int k, int bits,
                     int group, Type scales, const std::string& mode, Type type, float scale);

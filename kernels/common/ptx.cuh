@@ -118,18 +118,15 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// A barrier in shared memory: a phase is over after so many arrivals and, where they are expected
-// (compute capability 9.0), bytes of copies. Phases alternate; `parity` 0 is the first.
+// A barrier in shared memory, for compute capability 9.0: a phase is over after so many arrivals and, where
+// they are expected, bytes of copies. Phases alternate; `parity` 0 is the first.
 __device__ __forceinline__ void barrier_init(unsigned long long* bar, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // for the copies
-#endif
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive(unsigned long long* bar) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(bar))
-               : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
 
 // Arrives, too.
@@ -139,19 +136,11 @@ __device__ __forceinline__ void barrier_expect(unsigned long long* bar, int byte
 }
 
 __device__ __forceinline__ void barrier_wait(unsigned long long* bar, int parity) {
-#if __CUDA_ARCH__ >= 900
   asm volatile(
       "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; "
       "bra WAIT; DONE: }" ::"r"(shared_address(bar)),
       "r"(parity)
       : "memory");
-#else
-  asm volatile(
-      "{ .reg .pred p; WAIT: mbarrier.test_wait.parity.shared.b64 p, [%0], %1; @p bra DONE; "
-      "bra WAIT; DONE: }" ::"r"(shared_address(bar)),
-      "r"(parity)
-      : "memory");
-#endif
 }
 
 // `bytes` to shared memory behind the program's back; all three are multiples of 16.

@@ -110,9 +110,22 @@ struct Combine {
   Type type;
 };
 
+// y = x @ w.T * scale + bias + residual, w not quantized
+struct Gemm {
+  const void* x;         // (m, k)
+  const void* w;         // (n, k)
+  const void* bias;      // (n,), or null
+  const void* residual;  // (m, n), or null
+  void* y;               // (m, n)
+  int m, n, k;
+  float scale;
+  Type type, w_type, bias_type;
+};
+
 struct RmsNorm {
-  const void* x;       // (rows, d)
-  const void* weight;  // (d,)
+  const void* x;         // (rows, d)
+  const void* weight;    // (d,)
+  const void* residual;  // (rows, d) to be added, or null
   void* y;
   int d;
   float eps;
@@ -161,6 +174,7 @@ struct Kernels {
   void (*product_tiled)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1,
                         int tile0, int tile1);
   void (*combine)(const Combine&, int row0, int row1);
+  void (*gemm)(const Gemm&, int n0, int n1);
   void (*rms_norm)(const RmsNorm&, int row0, int row1);
   void (*rope)(const Rope&, int item0, int item1);  // items: (B, L)
   void (*sdpa_turn)(const Sdpa&, int item0, int item1);
@@ -169,6 +183,7 @@ struct Kernels {
   void (*embedding)(const Matrix&, const void* ids, bool wide_ids, void* y, Type type, float scale,
                     int row0, int row1);
   void (*swiglu)(const void* gate_up, void* y, Type type, size_t i0, size_t i1);
+  void (*softcap)(const void* x, void* y, Type type, float limit, size_t i0, size_t i1);
   uint32_t (*argmax)(const void* x, Type type, int n);
   void (*read)(const void* p, size_t bytes);
   double (*peak)(int kind, long rounds);  // operations done in `rounds` rounds

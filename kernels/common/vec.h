@@ -99,4 +99,6 @@ static inline f32x16 exp(f32x16 x) {
   return p * float_of(shl<23>(n - half + splat_i(127)));
 }
 
+static inline f32x16 tanh(f32x16 x) { return splat(1) - splat(2) / (exp(x * splat(2)) + splat(1)); }
+
 }  // namespace qrun::QRUN_NS

@@ -77,6 +77,12 @@ QRUN_WGMMA(f16, "f16", 32, "256", QRUN_R128, QRUN_256, "%128", "%129", "%130", "
 #define QRUN_R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 QRUN_WGMMA(bf16, "bf16", 4, "32", QRUN_R16, QRUN_32, "%16", "%17", "%18", "%19", "%20", "%21")
 QRUN_WGMMA(f16, "f16", 4, "32", QRUN_R16, QRUN_32, "%16", "%17", "%18", "%19", "%20", "%21")
+#define QRUN_16 QRUN_D(0), QRUN_D(1)
+#define QRUN_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
+QRUN_WGMMA(bf16, "bf16", 2, "16", QRUN_R8, QRUN_16, "%8", "%9", "%10", "%11", "%12", "%13")
+QRUN_WGMMA(f16, "f16", 2, "16", QRUN_R8, QRUN_16, "%8", "%9", "%10", "%11", "%12", "%13")
+#undef QRUN_16
+#undef QRUN_R8
 #undef QRUN_256
 #undef QRUN_R128
 #undef QRUN_32

@@ -17,12 +17,15 @@
 
 namespace qrun {
 
-// x (M, K), weight (K,) or null -> out. K is a multiple of 32; zeros behind it. Rows behind M stay as they
-// are. Grid: M blocks; whole warps.
+// x (M, K), weight (K,) or null -> out; done (tiles,) becomes zeros, for qmm_wgmma to count with. K is a
+// multiple of 32; zeros behind it. Rows behind M stay as they are. Grid: M blocks; whole warps.
 template <typename T, typename G>
-__device__ __forceinline__ void qmm_arrange(const T* x, const G* weight, float eps, T* out, int k, int pm) {
+__device__ __forceinline__ void qmm_arrange(const T* x, const G* weight, float eps, T* out, int* done,
+                                            int tiles, int k, int pm) {
   start_next_kernel();
   wait_for_previous_kernel();
+  if (blockIdx.x == 0)
+    for (int i = threadIdx.x; i < tiles; i += blockDim.x) done[i] = 0;
   const int m = blockIdx.x, t = threadIdx.x % 4;
   x += static_cast<long long>(m) * k;
   float rms = 1;

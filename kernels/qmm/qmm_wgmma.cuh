@@ -13,6 +13,9 @@
 //
 // A word of w, codes n0 .. n7, is one lane's share of two wgmma: (n0, n4), (n2, n6) and (n1, n5), (n3, n7).
 // BN is four times BM in bytes of a run, so that both cost the L2 cache alike.
+//
+// Where the tiles are fewer than the SMs, SPLITS blocks share the runs of a tile. Each leaves its sums in
+// memory, as they lie in its registers; the one that comes last adds all of them up, in their order.
 #pragma once
 
 #include "../common/epilogue.cuh"
@@ -60,7 +63,7 @@ struct Decode<f16> {
   }
 };
 
-template <typename T, int GROUP, int BM, int WN, int STAGES>
+template <typename T, int GROUP, int BM, int WN, int STAGES, int SPLITS>
 struct QmmWgmma {
   static constexpr int THREADS = 128 * WN, BN = 64 * WN, RUN = 128;
   static constexpr int HALF = BM * 128, STAGE = 2 * HALF;  // bytes; a half run is 64 k
@@ -70,6 +73,8 @@ struct QmmWgmma {
   const unsigned* w;  // (N, K / 8)
   const T* scales;    // (N, K / GROUP)
   const T* biases;    // (N, K / GROUP)
+  float4* parts;      // (tiles, SPLITS, BM / 8, THREADS), if there are several
+  int* done;          // (tiles,): the splits that have left their sums; zeros
   int m, n, k, pm;
 
   // A lane's share of a run: rows g and g+8.
@@ -92,10 +97,13 @@ struct QmmWgmma {
   __device__ __forceinline__ int first_m() const { return blockIdx.x * BM; }
   __device__ __forceinline__ int first_n() const { return blockIdx.y * BN; }
   __device__ __forceinline__ int runs() const { return (k + RUN - 1) / RUN; }
+  // Of this split: every split has one at least.
+  __device__ __forceinline__ int first_run() const { return runs() * blockIdx.z / SPLITS; }
+  __device__ __forceinline__ int own_runs() const { return runs() * (blockIdx.z + 1) / SPLITS - first_run(); }
 
-  // By one thread.
-  __device__ __forceinline__ void fetch(int run) const {
-    const int stage = run % STAGES;
+  // By one thread. Runs are counted from the split's first.
+  __device__ __forceinline__ void fetch(int own) const {
+    const int stage = own % STAGES, run = first_run() + own;
     barrier_expect(full + stage, STAGE);
 #pragma unroll
     for (int h = 0; h < 2; h++)
@@ -104,8 +112,8 @@ struct QmmWgmma {
   }
 
   // Rows and k behind the end repeat what lies before: the rows are not written, x is zero there.
-  __device__ __forceinline__ Piece load_piece(int run) const {
-    const int lane = threadIdx.x % 32, at = min(run * RUN + lane % 4 * 32, k - 32);
+  __device__ __forceinline__ Piece load_piece(int own) const {
+    const int lane = threadIdx.x % 32, at = min((first_run() + own) * RUN + lane % 4 * 32, k - 32);
     Piece p;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -121,7 +129,7 @@ struct QmmWgmma {
   __device__ __forceinline__ void run(const E& epilogue) {
     start_next_kernel();
     place();
-    const int all = runs();
+    const int all = own_runs();
     Piece next = load_piece(0);
     wait_for_previous_kernel();
     if (threadIdx.x == 0) {
@@ -158,8 +166,37 @@ struct QmmWgmma {
       }
     }
     wgmma_wait(acc);
+    if (SPLITS > 1 && !last(acc)) return;
     __syncthreads();  // the stages' place takes the sums
     finish(reinterpret_cast<float*>(ring), acc, epilogue);
+  }
+
+  // Whether this is the tile's last block, which then has the sums of all.
+  __device__ __forceinline__ bool last(float (&acc)[BM / 8][4]) const {
+    const int tile = blockIdx.y * gridDim.x + blockIdx.x;
+    float4* mine = parts + static_cast<long long>(tile) * SPLITS * (BM / 8) * THREADS + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < BM / 8; j++)
+      mine[(blockIdx.z * (BM / 8) + j) * THREADS] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
+    __threadfence();
+    __shared__ int before;
+    __syncthreads();
+    if (threadIdx.x == 0) before = atomicAdd(&done[tile], 1);
+    __syncthreads();
+    if (before != SPLITS - 1) return false;
+    __threadfence();
+#pragma unroll
+    for (int j = 0; j < BM / 8; j++) {
+      float sum[4] = {};
+#pragma unroll
+      for (int s = 0; s < SPLITS; s++) {
+        const float4 v = __ldcg(&mine[(s * (BM / 8) + j) * THREADS]);
+        sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+      }
+#pragma unroll
+      for (int e = 0; e < 4; e++) acc[j][e] = sum[e];
+    }
+    return true;
   }
 
   // The sums through shared memory, so that the result is written along its rows.

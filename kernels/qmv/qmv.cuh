@@ -28,8 +28,8 @@
 //
 // The biases multiply the group sums of x, in float32.
 //
-// At the end of a tile the warps' sums meet in shared memory, and one warp, each tile another, waits for
-// them, adds them up and writes. The others go on: nobody waits for a whole block.
+// At the end of a tile the warps' sums meet in shared memory, and one warp, each tile another, adds them up
+// and writes, while the others go on.
 #pragma once
 
 #include "../common/epilogue.cuh"
@@ -49,7 +49,6 @@ struct Qmv {
   static constexpr int FACTORS = TAKE == 1 ? 1 : TAKE * PARTS;  // of a row that a lane loads
   static constexpr int SLICE = TAKE * WORDS * M * 4;       // 16 bytes each: x of a take
   static constexpr int TAKES = WARPS * ROUNDS;             // at least as many as K has
-  static constexpr int BUFFERS = 4;                        // tiles whose sums may wait
 
   const T* x;         // (rows, K)
   const unsigned* w;  // (N, K / 8)
@@ -70,28 +69,21 @@ struct Qmv {
   };
 
   // Shared memory: x as operand b, [take][step][j][m][t] of 8 elements; as many zeros as a take has;
-  // the group sums of x, [take][step][part][m]; the warps' sums, [buffer][warp][m][row]; the squares of
-  // x, [m][warp]; barriers: a buffer is full, a buffer is free.
+  // the group sums of x, [take][step][part][m]; the warps' sums, two times [warp][m][row]; the squares of
+  // x, [m][warp].
   uint4 *shared_x, *zeros;
   float *shared_sums, *shared_out, *shared_squares;
-  unsigned long long *full, *free;
 
-  static constexpr int SHARED = (TAKES + 1) * SLICE * 16 + 2 * BUFFERS * 8 +
-                                (TAKES * TAKE * PARTS + BUFFERS * WARPS * ROWS + WARPS) * M * 4;
+  static constexpr int SHARED =
+      (TAKES + 1) * SLICE * 16 + (TAKES * TAKE * PARTS + 2 * WARPS * ROWS + WARPS) * M * 4;
 
   __device__ __forceinline__ void place() {
     shared_x = reinterpret_cast<uint4*>(shared_memory());
     zeros = shared_x + TAKES * SLICE;
-    full = reinterpret_cast<unsigned long long*>(zeros + SLICE);
-    free = full + BUFFERS;
-    shared_sums = reinterpret_cast<float*>(free + BUFFERS);
+    shared_sums = reinterpret_cast<float*>(zeros + SLICE);
     shared_out = shared_sums + TAKES * TAKE * PARTS * M;
-    shared_squares = shared_out + BUFFERS * WARPS * M * ROWS;
+    shared_squares = shared_out + 2 * WARPS * M * ROWS;
     for (int i = threadIdx.x; i < SLICE; i += THREADS) zeros[i] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x < BUFFERS) {
-      barrier_init(&full[threadIdx.x], WARPS);
-      barrier_init(&free[threadIdx.x], 1);
-    }
   }
 
   __device__ __forceinline__ static Factors load_factors(const S* p) {
@@ -287,26 +279,24 @@ struct Qmv {
     return sum * Subnormal<T>::UNDO;
   }
 
-  // The count-th tile of this block is multiplied; one warp writes it.
+  // The count-th tile of this block is multiplied.
   template <typename E>
   __device__ __forceinline__ void finish(float (&sums)[PASSES][4], int tile, int count,
                                          const E& epilogue) const {
     constexpr int COLUMNS = ROWS / E::ROWS, ITEMS = (M * COLUMNS + 31) / 32;  // of y; a lane's
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int buffer = count % BUFFERS, phase = count / BUFFERS % 2;
-    if (count >= BUFFERS) barrier_wait(&free[buffer], phase ^ 1);
+    const int buffer = count % 2;
+    const bool writes = warp == count % WARPS;
     share(sums, buffer);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&full[buffer]);
-    if (warp != count % WARPS) return;
     typename E::Behind behind[ITEMS];  // under way while the others finish
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    for (int i = 0; writes && i < ITEMS; i++) {
       const int m = (i * 32 + lane) / COLUMNS, row = blockIdx.y * M + m;
       const int column = tile * COLUMNS + lane % COLUMNS;
       if (m < M && row < rows && column < epilogue.columns()) behind[i] = epilogue.ahead(row, column);
     }
-    barrier_wait(&full[buffer], phase);
+    __syncthreads();  // whoever fills this buffer again has passed the next tile's
+    if (!writes) return;
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
       const int m = (i * 32 + lane) / COLUMNS, row = blockIdx.y * M + m;
@@ -315,8 +305,6 @@ struct Qmv {
         epilogue.write(row, column, total(buffer, m, first),
                        E::ROWS == 2 ? total(buffer, m, first + 1) : 0.0f, behind[i]);
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&free[buffer]);
   }
 
   // G: type of the norm's weight (K,), null without a norm.

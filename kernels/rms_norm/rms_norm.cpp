@@ -1,4 +1,5 @@
-// y = x * rsqrt(mean(x^2) + eps) * weight, one row at a time; float32 inside, one rounding.
+// y = x * rsqrt(mean(x^2) + eps) * weight + residual, one row at a time; float32 inside, one
+// rounding.
 #include "../common/kernels.h"
 #include "../common/vec.h"
 
@@ -17,7 +18,12 @@ void rms_norm(const RmsNorm& a, int row0, int row1) {
     for (int i = 0; i < a.d; i += 16) {
       f32x16 v = load_first(at(x, a.type, i), a.type, a.d - i);
       f32x16 weight = load_first(at(a.weight, a.weight_type, i), a.weight_type, a.d - i);
-      store_first(at(y, a.type, i), a.type, v * r * weight, a.d - i);
+      f32x16 normed = v * r * weight;
+      if (a.residual) {
+        const void* behind = at(a.residual, a.type, (size_t)row * a.d + i);
+        normed = normed + load_first(behind, a.type, a.d - i);
+      }
+      store_first(at(y, a.type, i), a.type, normed, a.d - i);
     }
   }
 }

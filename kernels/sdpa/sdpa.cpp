@@ -24,8 +24,6 @@ static inline f32x16 load_as(const void* base, size_t i) {
   return load_bf16((const uint16_t*)base + i);
 }
 
-static inline f32x16 tanh(f32x16 x) { return splat(1) - splat(2) / (exp(x * splat(2)) + splat(1)); }
-
 // One softmax over some keys: m, l and o of R rows. D numbers in o are padded to 16.
 struct State {
   float m[kMaxRows], l[kMaxRows];

@@ -9,11 +9,12 @@ from qrun.ops.gemm import gemm
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.qmm import qmm
 from qrun.ops.qmv import qmv
-from qrun.ops.rms_norm import rms_norm
+from qrun.ops.rms_norm import rms_norm, rms_norm_parts
 from qrun.ops.rope import rope
 from qrun.ops.route import Routes, route
 from qrun.ops.sample import sample
 from qrun.ops.sdpa import sdpa
+from qrun.ops.softcap import softcap
 from qrun.ops.swiglu import swiglu
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "qmm",
     "qmv",
     "rms_norm",
+    "rms_norm_parts",
     "rope",
     "route",
     "sample",
     "sdpa",
+    "softcap",
     "swiglu",
 ]

@@ -20,15 +20,16 @@ NAME = "cpu"
 QMV_ROWS = 8
 PREFILL_ROWS = 512
 GATHERS = True
+AHEAD = 96 << 10  # bytes a token that MLX may allocate ahead of the ops that write them
 
 rms_norm = _ext.rms_norm
+rms_norm_parts = _ext.rms_norm_parts
 swiglu = _ext.swiglu
+softcap = _ext.softcap
 argmax = _ext.argmax
 route = _ext.route
 combine = _ext.combine
 sample = on_host
-gemm = _mlx.gemm
-once = enqueued
 attend = None
 
 
@@ -59,6 +60,26 @@ def traced(step: Step) -> Step:
         last = program(inputs, last)
         mx.async_eval(last)
         return last, bound
+
+    return run
+
+
+def once(step: Step) -> Step:
+    """The step, with all that it returns under way; a long prompt takes memory for a few ops only.
+
+    MLX allocates up to 50 ops ahead, 170 MB for 512 tokens of a small model, unless it meets its
+    limit. With half of AHEAD the threads wait for each other.
+    """
+
+    def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        outputs, after = step(inputs, state)
+        mx.eval(state)  # what the step before still holds is not counted
+        limit = mx.set_memory_limit(mx.get_active_memory() + AHEAD * inputs[0].size)
+        try:
+            mx.async_eval(outputs, after)
+        finally:
+            mx.set_memory_limit(limit)
+        return outputs, after
 
     return run
 
@@ -123,6 +144,21 @@ def _product(
         activation=activation or "none",
         scale=scale,
     )
+
+
+def gemm(
+    x: mx.array,
+    w: mx.array,
+    *,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
+    """Many rows, and activations: MLX's float32 product, which no program can hold."""
+    if x.shape[0] > QMV_ROWS or activation is not None:
+        return _mlx.gemm(x, w, bias=bias, residual=residual, activation=activation, scale=scale)
+    return _ext.gemm(x, w, bias=bias, residual=residual, scale=scale)
 
 
 def gather_qmm(

@@ -28,16 +28,18 @@ __all__ = [
     "qmm",
     "qmv",
     "rms_norm",
+    "rms_norm_parts",
     "rope",
     "route",
     "sample",
     "sdpa",
+    "softcap",
     "swiglu",
     "traced",
 ]
 
 NAME = "cuda"
-QMV_ROWS = 16
+QMV_ROWS = 8
 PREFILL_ROWS = 2048
 GATHERS = False
 
@@ -46,6 +48,8 @@ gemm = _mlx.gemm
 gather_qmm = _mlx.gather_qmm
 route = _mlx.route
 combine = _mlx.combine
+rms_norm_parts = _mlx.rms_norm_parts
+softcap = _mlx.softcap
 
 
 def pack(m: QuantizedMatrix, count: int) -> mx.array | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from math import ceil
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -118,15 +119,15 @@ class QmvTile(NamedTuple):
         """Bytes of shared memory: `SHARED` of the kernel."""
         takes, parts = self.warps * self.rounds(k), 32 * self.words // group
         x = (takes + 1) * self.take * self.words * self.rows * 64
-        sums = takes * self.take * parts + 4 * self.warps * 16 + self.warps
-        return x + sums * self.rows * 4 + 64
+        sums = takes * self.take * parts + 2 * self.warps * 16 + self.warps
+        return x + sums * self.rows * 4
 
 
 def qmv_tile(rows: int, n: int, k: int, group: int) -> QmvTile:
     """About 16 warps an SM with 8 loads under way each, takes dealt out evenly: the best of 460
     timings (kernels/qmv/README.md).
     """
-    rows = ceil_div(rows, ceil_div(rows, 16))
+    rows = ceil_div(rows, ceil_div(rows, 8))
     while True:
         tile = _qmv_tile(rows, n, k, group)
         if tile.shared(k, group) <= SHARED // tile.blocks - 1024:
@@ -208,13 +209,14 @@ class MmaTile(NamedTuple):
 
 class WgmmaTile(NamedTuple):
     """Of qmm_wgmma.cuh: rows of x of a block; its warpgroups, each with 64 rows of w; runs
-    under way; blocks that an SM shall hold.
+    under way; blocks that an SM shall hold; blocks that share the runs of a tile.
     """
 
     bm: int
     wn: int
     stages: int
     blocks: int
+    splits: int = 1
 
     @property
     def bn(self) -> int:
@@ -227,19 +229,39 @@ class WgmmaTile(NamedTuple):
         return max(stages + 16 * self.stages, self.bm * (self.bn + 4) * 4) + 1024
 
 
-def qmm_tile(rows: int, n: int, group: int, alike: bool = True) -> MmaTile | WgmmaTile:
-    """alike: scales are of x's type.
+# What full SMs reach with a tile, TFLOP/s (kernels/qmm/README.md).
+WGMMA_TILES = {
+    WgmmaTile(16, 2, 8, 4): 130,
+    WgmmaTile(32, 2, 6, 3): 215,
+    WgmmaTile(32, 4, 6, 2): 215,
+    WgmmaTile(64, 4, 6, 1): 440,
+    WgmmaTile(128, 2, 3, 2): 570,
+    WgmmaTile(256, 2, 3, 1): 620,
+}
 
-    The tallest of the tiles that gives most SMs a block (kernels/qmm/README.md has their times).
-    Few rows are better off with mma.sync, whose warps can split K, unless w is long.
-    """
-    tall = ceil_div(n, 128)
-    if generation() != 9 or not alike or (rows <= 64 and tall < 96):
+
+def qmm_tile(rows: int, n: int, k: int, group: int, alike: bool = True) -> MmaTile | WgmmaTile:
+    """The quickest by an estimate. alike: scales are of x's type."""
+    if generation() != 9 or not alike:
         return mma_tile(rows, n, group)
-    for tile in (WgmmaTile(256, 2, 3, 1), WgmmaTile(128, 2, 3, 2)):
-        if rows > tile.bm // 2 and tall * ceil_div(rows, tile.bm) >= 96:
-            return tile
-    return WgmmaTile(64, 2, 6, 2)
+    most = min(16, ceil_div(k, 256))  # every split has two runs
+    every = (t._replace(splits=s) for t in WGMMA_TILES for s in range(1, most + 1))
+    return min(every, key=lambda tile: _microseconds(tile, rows, n, k))
+
+
+def _microseconds(tile: WgmmaTile, rows: int, n: int, k: int) -> float:
+    """Of a launch. Its numbers are fitted to 262 timings; what is chosen by them is within 11 % of
+    the best one, on average within 2 %.
+    """
+    rate = WGMMA_TILES[tile._replace(splits=1)] * 1e6 / SMS  # flops a microsecond and SM
+    run = tile.blocks * tile.bm * tile.bn * 2 * 128 / rate
+    waves = ceil_div(rows, tile.bm) * ceil_div(n, tile.bn) * tile.splits / (SMS * tile.blocks)
+    part = waves % 1
+    work = (waves - part + (max(part, 0.8) if part else 0)) * ceil_div(
+        ceil_div(k, 128), tile.splits
+    )
+    sums = tile.splits * tile.bm * tile.bn * 4  # bytes that the last block of a tile adds up
+    return work * run + 2 * ceil(waves) + (2 + sums / 25e3 if tile.splits > 1 else 0)
 
 
 def mma_tile(rows: int, n: int, group: int) -> MmaTile:
@@ -268,10 +290,23 @@ def qmm(
 ) -> mx.array:
     if not _tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
-    tile = qmm_tile(x.shape[0], m.n, m.spec.group_size, x.dtype == m.scale_dtype)
+    tile = qmm_tile(x.shape[0], m.n, m.k, m.spec.group_size, x.dtype == m.scale_dtype)
+    return _qmm(x, m, tile, norm, bias, residual, activation, scale)
+
+
+def _qmm(
+    x: mx.array,
+    m: QuantizedMatrix,
+    tile: MmaTile | WgmmaTile,
+    norm: Norm | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+) -> mx.array:
     if isinstance(tile, WgmmaTile):
-        arranged = _arrange(x, norm, tile.bm)
-        return _qmm_wgmma(arranged, x, m, tile, bias, residual, activation, scale)
+        arranged, done = _arrange(x, norm, tile, m.n)
+        return _qmm_wgmma(arranged, done, x, m, tile, bias, residual, activation, scale)
     prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
     return _qmm_mma(prepared, sums, m, tile, bias, residual, activation, scale)
 
@@ -293,21 +328,22 @@ def _prepare(x: mx.array, norm: Norm | None, group: int, bm: int) -> list[mx.arr
     )
 
 
-def _arrange(x: mx.array, norm: Norm | None, bm: int) -> mx.array:
-    """x normed and arranged for wgmma, (runs of 128 k, 2, M up to bms, 64)."""
+def _arrange(x: mx.array, norm: Norm | None, tile: WgmmaTile, n: int) -> list[mx.array]:
+    """x normed and arranged for wgmma, (runs of 128 k, 2, M up to bms, 64); a zero a tile."""
     rows, k = x.shape
     weight, eps = norm or (None, 0.0)
-    runs, pm = ceil_div(k, 128), ceil_div(rows, bm) * bm
+    runs, pm = ceil_div(k, 128), ceil_div(rows, tile.bm) * tile.bm
+    tiles = ceil_div(rows, tile.bm) * ceil_div(n, tile.bn) if tile.splits > 1 else 1
     return launch(
         "qmm/qmm_arrange.cuh",
-        f"qrun::qmm_arrange(x, {pointer('norm', weight, 'G')}, {literal(eps)}, out, x_shape[1], "
-        f"(x_shape[0] + {bm - 1}) / {bm} * {bm});",
+        f"qrun::qmm_arrange(x, {pointer('norm', weight, 'G')}, {literal(eps)}, out, done, {tiles}, "
+        f"x_shape[1], (x_shape[0] + {tile.bm - 1}) / {tile.bm} * {tile.bm});",
         {"x": x, "norm": weight},
-        {"out": ((runs, 2, pm, 64), x.dtype)},
+        {"out": ((runs, 2, pm, 64), x.dtype), "done": ((tiles,), mx.int32)},
         {"G": mx.float32 if weight is None else weight.dtype},
         (rows, 1, 1),
         Shape(min(512, ceil_div(runs * 16, 32) * 32)),
-    )[0]
+    )
 
 
 def _qmm_mma(
@@ -339,6 +375,7 @@ def _qmm_mma(
 
 def _qmm_wgmma(
     arranged: mx.array,
+    done: mx.array,
     x: mx.array,  # for its number of rows
     m: QuantizedMatrix,
     tile: WgmmaTile,
@@ -348,16 +385,26 @@ def _qmm_wgmma(
     scale: float,
 ) -> mx.array:
     rows, columns = x.shape[0], m.n if activation is None else m.n // 2
+    across, along = ceil_div(rows, tile.bm), ceil_div(m.n, tile.bn)
     epilogue, constants = _epilogue(bias, residual, activation, scale)
-    constants |= {"T": x.dtype, "GROUP": m.spec.group_size}
-    constants |= {"BM": tile.bm, "WN": tile.wn, "STAGES": tile.stages}
+    constants |= {"T": x.dtype, "GROUP": m.spec.group_size, "BM": tile.bm, "WN": tile.wn}
+    constants |= {"STAGES": tile.stages, "SPLITS": tile.splits}
+    sums = across * along * tile.splits * tile.bm * tile.bn if tile.splits > 1 else 4
     return launch(
         "qmm/qmm_wgmma.cuh",
-        f"qrun::QmmWgmma<T, GROUP, BM, WN, STAGES>{{arranged, w, scales, biases, x_shape[0], "
-        f"w_shape[0], w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
-        {"x": x, "arranged": arranged, **matrix(m), "bias": bias, "residual": residual},
-        {"y": ((rows, columns), x.dtype)},
+        "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, SPLITS>{arranged, w, scales, biases, "
+        "reinterpret_cast<float4*>(parts), const_cast<int*>(done), x_shape[0], w_shape[0], "
+        f"w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
+        {
+            "x": x,
+            "arranged": arranged,
+            "done": done,
+            **matrix(m),
+            "bias": bias,
+            "residual": residual,
+        },
+        {"y": ((rows, columns), x.dtype), "parts": ((sums,), mx.float32)},
         constants,
-        (ceil_div(rows, tile.bm), ceil_div(m.n, tile.bn), 1),
+        (across, along, tile.splits),
         Shape(128 * tile.wn, tile.blocks, tile.shared),
     )[0]

@@ -18,11 +18,13 @@ from qrun.ops._cuda_launch import (
 from qrun.ops.matrix import QuantizedMatrix
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+def rms_norm(
+    x: mx.array, weight: mx.array, eps: float, residual: mx.array | None = None
+) -> mx.array:
     rows, k = x.shape
     vec = 8 if k % 8 == 0 else 1
     threads = min(1024, ceil_div(ceil_div(k, vec), 32) * 32)
-    return launch(
+    y = launch(
         "rms_norm/rms_norm.cuh",
         f"qrun::rms_norm<VEC>(x, weight, y, {literal(eps)}, x_shape[1]);",
         {"x": x, "weight": weight},
@@ -31,6 +33,7 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
         (rows, 1, 1),
         Shape(threads),
     )[0]
+    return y if residual is None else residual + y
 
 
 def swiglu(gate_up: mx.array) -> mx.array:

@@ -7,7 +7,7 @@ CPU kernels of `qrun._ext`, else MLX's own products in float32 (right, and slow 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -56,9 +56,11 @@ class Backend(Protocol):
     rope: Callable[..., tuple[mx.array, mx.array, mx.array]]
     # rope and sdpa of one new token as one kernel, which may answer None; None: there is none.
     attend: Callable[..., tuple[mx.array, mx.array, mx.array] | None] | None
-    rms_norm: Callable[[mx.array, mx.array, float], mx.array]
+    rms_norm: Callable[[mx.array, mx.array, float, mx.array | None], mx.array]
+    rms_norm_parts: Callable[[mx.array, Sequence[mx.array], float], mx.array] | None
     embedding: Callable[..., mx.array]
     swiglu: Callable[[mx.array], mx.array]
+    softcap: Callable[[mx.array, float], mx.array]
     argmax: Callable[[mx.array, int], mx.array]
     sample: Callable[..., mx.array]
 
@@ -103,16 +105,19 @@ def _backend(on_cpu: bool) -> Backend:
     return _load("_metal_backend" if mx.metal.is_available() else "_cuda")
 
 
-def tune(
-    step: Callable[[int], object], *, again: bool, show: Callable[[str], None]
-) -> list[str] | None:
+def tune(step: Callable[[int], object], *, again: bool, show: Callable[[str], None]) -> list[str]:
     """Have the backend time its kernels for the products that step(rows) asks for -> notes.
 
-    None where there is nothing to choose from. What is known from another day is not timed again,
+    Where there is nothing to choose from, none. What is known from another day is not timed again,
     unless `again`. show: a line of progress, "" when done.
     """
     run = getattr(backend(), "tune", None)
-    return None if run is None else run(step, again=again, show=show)
+    return [] if run is None else run(step, again=again, show=show)
+
+
+def can_tune() -> bool:
+    """Whether the backend has kernels to choose from."""
+    return hasattr(backend(), "tune")
 
 
 def _load(name: str) -> Backend:

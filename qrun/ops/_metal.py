@@ -173,10 +173,18 @@ def rope(
     return q, k_cache, v_cache
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float, *, run: Run = launch) -> mx.array:
+def rms_norm(
+    x: mx.array,
+    weight: mx.array,
+    eps: float,
+    residual: mx.array | None = None,
+    *,
+    run: Run = launch,
+) -> mx.array:
     """x (..., K)."""
     (y,) = run(rms_norm_call(mx.reshape(x, (-1, x.shape[-1])), weight, eps))
-    return mx.reshape(y, x.shape)
+    y = mx.reshape(y, x.shape)
+    return y if residual is None else residual + y
 
 
 def embedding(ids: mx.array, m: Packed, *, dtype: mx.Dtype, run: Run = launch) -> mx.array:

@@ -163,8 +163,18 @@ def _gelu(gate: mx.array) -> mx.array:
 GATES: dict[str, Callable[[mx.array], mx.array]] = {"swiglu": mx.sigmoid, "geglu": _gelu}
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    return mx.fast.rms_norm(x.astype(mx.float32), weight.astype(mx.float32), eps).astype(x.dtype)
+def rms_norm(
+    x: mx.array, weight: mx.array, eps: float, residual: mx.array | None = None
+) -> mx.array:
+    y = mx.fast.rms_norm(x.astype(mx.float32), weight.astype(mx.float32), eps)
+    return (y if residual is None else y + residual).astype(x.dtype)
+
+
+rms_norm_parts = None
+
+
+def softcap(x: mx.array, limit: float) -> mx.array:
+    return (mx.tanh(x.astype(mx.float32) / limit) * limit).astype(x.dtype)
 
 
 def swiglu(gate_up: mx.array) -> mx.array:

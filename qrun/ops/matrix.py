@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
-import numpy as np
 
 from qrun.ops import _launch
 from qrun.quantization import Quantization
@@ -80,7 +79,7 @@ class QuantizedMatrix:
         packed = _launch.backend().pack(self, count)
         if packed is None:
             return self
-        mx.eval(packed)
+        mx.async_eval(packed)
         return replace(self, w=None, scales=None, biases=None, packed=packed)
 
     def stacked(self, *others: QuantizedMatrix, interleave: bool = False) -> QuantizedMatrix:
@@ -110,4 +109,4 @@ class QuantizedMatrix:
         """All values (N, K), dequantized."""
         from qrun.ops.embedding import embedding
 
-        return embedding(mx.array(np.arange(self.n, dtype=np.int32)), self, dtype=dtype)
+        return embedding(mx.arange(self.n, dtype=mx.int32), self, dtype=dtype)

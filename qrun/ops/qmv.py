@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
+from qrun.lazy import np, npt
 from qrun.ops import _launch
 from qrun.ops._launch import Norm
 from qrun.ops._shapes import check_dtype, check_shape

@@ -14,9 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
+from qrun.lazy import np, npt
 from qrun.ops import _launch
 from qrun.ops._shapes import check_dtype, check_shape
 

@@ -36,7 +36,7 @@ def record(generation: int) -> list[Kernel]:
     _cuda_product.generation = lambda: generation
     try:
         with run_by(note):
-            _products()
+            _products(generation)
             _rest()
     finally:
         _cuda_product.generation = real
@@ -49,7 +49,7 @@ def _matrix(spec: Quantization, dtype: mx.Dtype, n: int = 8, k: int = 4096) -> Q
     return QuantizedMatrix.of(w, scales, scales if spec.mode == "affine" else None, spec)
 
 
-def _products() -> None:
+def _products(generation: int) -> None:
     none: dict[str, Any] = {
         "norm": None,
         "bias": None,
@@ -71,21 +71,27 @@ def _products() -> None:
     for group in (32, 64, 128):
         for dtype, scales in ((bf16, bf16), (f16, f16), (bf16, f32)):
             m = _matrix(Quantization(4, group), scales)
-            for rows in (1, 4, 8, 12, 16):  # one for each number of passes
+            for rows in (1, 4, 8):  # one for each number of passes
                 x = mx.zeros((rows, m.k), dtype)
                 _cuda.qmv(x, m, **(none if dtype == f16 else all_behind(x)))
-            for k in (576, 1024, 2048, 14336):  # one for each number of steps a take, and of warps
-                x = mx.zeros((1, k), dtype)
-                _cuda.qmv(x, _matrix(m.spec, scales, k=k - k % group), **none)
-            for rows in (17, 64, 128):
+            # One for each number of steps a take, and of warps.
+            for k in (576, 1024, 2048, 14336) if group == 64 and dtype == bf16 else ():
+                _cuda.qmv(mx.zeros((1, k), dtype), _matrix(m.spec, scales, k=k), **none)
+            for rows in (16, 17, 33, 64, 128):  # one for each tile of mma
                 x = mx.zeros((rows, m.k), dtype)
-                _cuda.qmm(x, m, **(none if dtype == f16 else all_behind(x)))
-            long = _matrix(m.spec, scales, 128 * 96, 128)
-            for rows in (40, 100, 200):  # one for each tile of qmm_wgmma.cuh
-                _cuda.qmm(mx.zeros((rows, 128), dtype), long, **none)
-            _cuda.qmm(
-                mx.zeros((40, m.k), dtype), _matrix(m.spec, scales, 32 * 4 * 132, 128), **none
+                tile = _cuda_product.mma_tile(rows, m.n, group)
+                _cuda_product._qmm(x, m, tile, **(none if dtype == f16 else all_behind(x)))
+            _cuda_product._qmm(
+                mx.zeros((40, m.k), dtype),
+                _matrix(m.spec, scales, 32 * 4 * 132, 128),
+                _cuda_product.mma_tile(40, 32 * 4 * 132, group),
+                **none,
             )
+            for tile in _cuda_product.WGMMA_TILES if dtype == scales and generation == 9 else ():
+                x = mx.zeros((40, m.k), dtype)
+                _cuda_product._qmm(x, m, tile, **(none if dtype == f16 else all_behind(x)))
+                if group == 64:
+                    _cuda_product._qmm(x, m, tile._replace(splits=4), **none)
     for spec in (
         *(Quantization(bits, 64) for bits in (2, 3, 4, 5, 6, 8)),
         *(Quantization(bits, group, mode) for mode, (group, bits) in MODES.items()),
@@ -97,6 +103,7 @@ def _products() -> None:
 
 
 def _rest() -> None:
+    bf16, f16 = mx.bfloat16, mx.float16
     offset = mx.zeros(1, mx.int32)
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
         _cuda.rms_norm(mx.zeros((1, 64), dtype), mx.zeros(64, dtype), 1e-5)
@@ -117,23 +124,6 @@ def _rest() -> None:
                 k_norm=weight,
                 eps=1e-6,
             )
-            for heads, capacity in ((2, 256), (6, 64), (16, 256)):
-                held = mx.zeros((1, 2, capacity, d), dtype)
-                for norm, half in ((weight, d // 2), (None, d // 4)):
-                    _cuda.attend(
-                        mx.zeros((1, (heads + 4) * d), dtype),
-                        held,
-                        held,
-                        offset,
-                        mx.zeros((256, half, 2)),
-                        heads=heads,
-                        q_norm=norm,
-                        k_norm=norm,
-                        eps=1e-6,
-                        scale=0.125,
-                        window=0,
-                        softcap=0.0,
-                    )
             for heads, length in ((2, 1), (6, 1), (8, 1), (2, 64)):
                 _cuda.sdpa(
                     mx.zeros((1, heads, length, d), dtype),
@@ -144,3 +134,25 @@ def _rest() -> None:
                     window=0,
                     softcap=0,
                 )
+    for d, dtype in ((64, f16), (64, bf16), (80, bf16), (128, bf16), (256, bf16)):
+        weight = mx.zeros(d, dtype)
+        for heads, capacity, norm, half in (
+            (2, 256, weight, d // 2),  # rows of a block: 1
+            (6, 64, None, d // 4),  # 3
+            (16, 256, weight, d // 2),  # 4, and 2 at 256
+        ):
+            held = mx.zeros((1, 2, capacity, d), dtype)
+            _cuda.attend(
+                mx.zeros((1, (heads + 4) * d), dtype),
+                held,
+                held,
+                offset,
+                mx.zeros((256, half, 2)),
+                heads=heads,
+                q_norm=norm,
+                k_norm=norm,
+                eps=1e-6,
+                scale=0.125,
+                window=0,
+                softcap=0.0,
+            )

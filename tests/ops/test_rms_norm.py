@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from qrun.ops import rms_norm
+from qrun.ops import rms_norm, rms_norm_parts
 from qrun.ops.rms_norm import rms_norm_bytes, rms_norm_ref
 from tests.ops.matrices import DTYPES, f64, inputs, ulp
 
@@ -26,6 +26,30 @@ def test_equals_float64_to_one_rounding(backend: Any, rows: int, k: int, dtype: 
     assert np.abs(f64(y) - want).max() <= ulp(size, dtype) / 2 + (4 + k**0.5 / 4) * ulp(
         size, "float32"
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_residual_is_added_behind(backend: Any, dtype: str) -> None:
+    x, weight, residual = inputs(3, 70, dtype), inputs(1, 70, "float32", 1)[0], inputs(3, 70, dtype)
+    y = rms_norm(x, weight, 1e-5, residual=residual)
+    want = rms_norm_ref(f64(x), f64(weight), 1e-5, f64(residual))
+    assert y.dtype == x.dtype
+    size = np.abs(want).max()  # rounded once where it is fused, else twice
+    assert np.abs(f64(y) - want).max() <= ulp(size, dtype) + 8 * ulp(size, "float32")
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_parts_of_a_row_are_normed_by_themselves(backend: Any, rows: int) -> None:
+    x = inputs(rows, 100, "float32")
+    weights = [inputs(1, n, "float32", n)[0] for n in (48, 24)]
+    y = f64(rms_norm_parts(x, weights, 1e-5))
+    for at, w in zip((0, 48), weights, strict=True):
+        part = np.s_[:, at : at + w.size]
+        want = rms_norm_ref(f64(x)[part], f64(w), 1e-5)
+        assert np.abs(y[part] - want).max() <= 8 * ulp(np.abs(want).max(), "float32")
+    assert np.array_equal(y[:, 72:], f64(x)[:, 72:])
+    with pytest.raises(ValueError, match="axis K of x is 100, weights are for 144 columns"):
+        rms_norm_parts(x, [weights[0]] * 3, 1e-5)
 
 
 def test_float16_squares_do_not_overflow(backend: Any) -> None:

@@ -1,7 +1,4 @@
-"""mlx-lm as a peer of `qrun bench`, in its own environment: pip install mlx-lm "mlx[cpu]".
-
-Usage: python mlx_lm_peer.py FOLDER DTYPE. Speaks the protocol of scripts/peers/README.md.
-"""
+"""mlx-lm as a peer. Usage: python mlx_lm_peer.py FOLDER DTYPE."""
 
 from __future__ import annotations
 
@@ -23,17 +20,24 @@ def main() -> None:
         tree_map(lambda a: a.astype(dtype) if a.dtype in floats else a, model.parameters())
     )
     mx.eval(model.parameters())
-    print(json.dumps({"name": f"mlx-lm {mlx_lm.__version__} {sys.argv[2]}"}), flush=True)
+    print(json.dumps({"name": f"mlx-lm {sys.argv[2]}"}), flush=True)
     for line in sys.stdin:
         ask = json.loads(line)
         cache = make_prompt_cache(model)
-        ids = mx.array([[(7 * i + 11) % 40000 + 100 for i in range(ask["context"])]])
         start = time.perf_counter()
-        mx.eval(model(ids, cache=cache)[:, -1])
+        if ask["ids"][:-1]:  # as in its own loop: logits for the last id only
+            model(mx.array([ask["ids"][:-1]]), cache=cache)
+            mx.eval([c.state for c in cache])
+        token = model(mx.array([ask["ids"][-1:]]), cache=cache)[:, -1].argmax(-1)
+        mx.eval(token)
         if ask["what"] == "decode":
             start = time.perf_counter()
-            for step in range(ask["steps"]):
-                mx.eval(model(mx.array([[1000 + step]]), cache=cache))
+            for _ in range(ask["steps"]):  # and the next step is enqueued first
+                following = model(token[None], cache=cache)[:, -1].argmax(-1)
+                mx.async_eval(following)
+                token.item()
+                token = following
+            token.item()
         print(json.dumps({"seconds": time.perf_counter() - start}), flush=True)
 
 
