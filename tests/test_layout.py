@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 
 # What lies below tests/ops and belongs to no op.
-HELPERS = {"__init__", "cuda_sources", "matrices", "metal_support", "reference"}
+HELPERS = {"__init__", "cuda_sources", "matrices", "metal_epilogues", "metal_support", "reference"}
 # What a backend, or all ops together, add to an op's own test.
 MORE = {
     "cuda_program",
@@ -22,8 +22,10 @@ MORE = {
     "cpu_products",
     "cuda",
     "cuda_compiles",
+    "epilogues_metal",
     "formats",
     "layer_metal",
+    "orders_metal",
     "registers_metal",
 }
 

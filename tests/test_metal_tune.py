@@ -18,10 +18,12 @@ from qrun.loader import LoadedModel, load
 from qrun.ops import _launch, _metal, _metal_backend, _metal_call, _metal_candidates, _metal_tune
 from qrun.ops import _metal_geometry as geometry
 from qrun.ops._metal_candidates import MLX, Shape, candidates
+from qrun.ops._metal_product import ACTIVATIONS
 from qrun.ops._metal_timings import Timings, owner
 from qrun.ops._metal_tune import Job, jobs, measure, tune
 from tests.conftest import Run
 from tests.ops import metal_support as support
+from tests.ops.metal_epilogues import behind64
 
 OWNER = "Apple M9, test"
 
@@ -158,20 +160,21 @@ def test_unmeasured_matrix_units_are_left_to_mlx() -> None:
         assert (next(iter(candidates(family, 64, 4096, 4096, 4, 2))) == MLX) == left
 
 
-def test_mlx_product_is_the_contract() -> None:
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name])
+def test_mlx_product_is_the_contract(activation: str) -> None:
     """What ours are compared with computes the same thing."""
     m = support.matrix(16, 64)
     norm, bias = (mx.ones((64,)), 1e-5), mx.ones((16,))
-    shape = Shape(5, m, mx.float32, norm, bias, True, "swiglu", 2.0)
+    shape = Shape(5, m, mx.float32, norm, bias, True, activation, 2.0)
     y = jobs([shape], {MLX: _metal_candidates.mlx_product}, lambda f: f)[MLX].once()
     x = support.numbers(mx.random.normal((5, 64), key=mx.random.key(0)))
     normed = x / (((x**2).mean(1, keepdims=True) + 1e-5) ** 0.5)
-    want = support.behind64(
-        normed @ m.values.T, bias=support.numbers(bias), activation="swiglu", scale=2.0
+    want = behind64(
+        normed @ m.values.T, bias=support.numbers(bias), activation=activation, scale=2.0
     )
     assert abs(support.numbers(y) - want).max() < 1e-4 * abs(want).max()
     assert y.dtype == mx.float32
-    assert shape.key == "5x16x64 affine 4 bits group 64 float32 norm bias swiglu residual"
+    assert shape.key == f"5x16x64 affine 4 bits group 64 float32 norm bias {activation} residual"
 
 
 # ---- the file

@@ -12,11 +12,24 @@ static inline f32x16 gelu(f32x16 gate) {
   return gate / (splat(1) + exp(u * splat(-2)));
 }
 
+// One that is missing here does not compile (-Werror=switch).
+static inline f32x16 curve(Activation activation, f32x16 gate) {
+  switch (activation) {
+    case Activation::swiglu:
+      return silu(gate);
+    case Activation::geglu:
+      return gelu(gate);
+    case Activation::none:
+      break;
+  }
+  return gate;
+}
+
 // Rows of w alternate: gate, up, gate, up. Two vectors of them -> activated (16).
 static inline f32x16 gated(const Epilogue& e, f32x16 a, f32x16 b) {
   f32x16 gate, up;
   unzip(a, b, gate, up);
-  return (e.activation == Activation::swiglu ? silu(gate) : gelu(gate)) * up;
+  return curve(e.activation, gate) * up;
 }
 
 // acc: sums of rows 16*block .. of w for row m of x; m counts rows of y.

@@ -10,21 +10,25 @@
 
 #include "memory.metal"
 
-enum { NONE = 0, SWIGLU = 1, GEGLU = 2 };
+// Launches name these, the fields of `Behind` and the keys of `ACTIVATIONS` in capitals.
+enum { NONE, SWIGLU, GEGLU };                // activations
+enum { SCALE = 1, BIAS = 2, RESIDUAL = 4 };  // terms: bits of HAS
 
 // Does it make one value of two?
 constexpr bool pairs(int activation) { return activation == SWIGLU || activation == GEGLU; }
 
-// The bound keeps exp finite, which fast math counts on; past it the result is 0 anyway.
-METAL_FUNC float silu(float x) { return x / (1 + exp(min(-x, 80.0f))); }
+// x * sigmoid(z). The bound keeps exp finite, which fast math counts on; past it all is 0 anyway.
+METAL_FUNC float times_sigmoid(float x, float z) { return x / (1 + exp(min(-z, 80.0f))); }
 
-// GELU in its tanh form. tanh saturates long before exp(2z) overflows; the bound keeps it finite.
+METAL_FUNC float silu(float x) { return times_sigmoid(x, x); }
+
+// GELU in its tanh form: (1 + tanh(z)) / 2 is sigmoid(2z), which keeps its digits where tanh is -1.
 METAL_FUNC float gelu(float x) {
-  const float z = clamp(0.7978845608f * (x + 0.044715f * x * x * x), -20.0f, 20.0f);
-  const float e = exp(2 * z);
-  return 0.5f * x * (1 + (e - 1) / (e + 1));
+  return times_sigmoid(x, 1.5957691216f * (x + 0.044715f * x * x * x));
 }
 
+// y: the sums of columns col and col + 1, scale and bias applied. One that pairs returns its one
+// value as .x; another one is applied to both, each by itself.
 template <int ACTIVATION>
 METAL_FUNC float2 activate(float2 y) {
   if (ACTIVATION == SWIGLU) {
@@ -36,16 +40,17 @@ METAL_FUNC float2 activate(float2 y) {
   return y;
 }
 
-// B: element type of the bias. Pointers that a flag rules out are never read.
-template <typename T, typename B, int ACTIVATION, bool BIAS, bool RESIDUAL>
+// B: element type of the bias. HAS: the terms there are; the members of others are never read.
+template <typename T, typename B, int ACTIVATION, int HAS>
 struct Epilogue {
   static constant constexpr const bool PAIRED = pairs(ACTIVATION);
 
-  device T* out;             // (M, N), or (M, N / 2) when paired
+  device T* out;  // (M, N), or (M, N / 2) when paired
+  int N;          // columns of the sum
+  // Terms, set by name.
+  float scale;
   const device B* bias;      // (N)
   const device T* residual;  // as out
-  float scale;
-  int N;  // columns of the sum
 
   // Both results lie inside.
   METAL_FUNC void store(float2 y, int row, int col) const thread {
@@ -67,9 +72,12 @@ struct Epilogue {
     }
   }
 
+  // What comes before the activation, and the activation. both: column col + 1 exists.
   METAL_FUNC float2 finish(float2 y, int col, bool both) const thread {
-    y *= scale;
-    if (BIAS) {
+    if (HAS & SCALE) {
+      y *= scale;
+    }
+    if (HAS & BIAS) {
       y.x += float(bias[col]);
       if (both) {
         y.y += float(bias[col + 1]);
@@ -77,8 +85,12 @@ struct Epilogue {
     }
     return activate<ACTIVATION>(y);
   }
+  // What comes behind the activation, and the one rounding. second: of the pair, if not paired.
   METAL_FUNC void write(float y, int row, int col, int second) const thread {
     const size_t at = PAIRED ? size_t(row) * (N / 2) + col / 2 : size_t(row) * N + col + second;
-    out[at] = T(RESIDUAL ? y + float(residual[at]) : y);
+    if (HAS & RESIDUAL) {
+      y += float(residual[at]);
+    }
+    out[at] = T(y);
   }
 };

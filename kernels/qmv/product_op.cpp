@@ -1,6 +1,8 @@
 // qmv and qmm as MLX primitives: one contract, one class. The kernel marches over blocks of 16 rows
 // of w; this file checks, prepares x and deals blocks and tiles of x out to the threads.
 #include <algorithm>
+#include <iterator>
+#include <utility>
 
 #include "../common/op.h"
 #include "../common/pool.h"
@@ -24,10 +26,14 @@ Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits
 
 Activation activation_of(const std::string& at, const std::string& name, int n) {
   if (name == "none") return Activation::none;
-  require(name == "swiglu" || name == "geglu",
+  constexpr std::pair<const char*, Activation> known[] = {{"swiglu", Activation::swiglu},
+                                                          {"geglu", Activation::geglu}};
+  const auto* found = std::find_if(std::begin(known), std::end(known),
+                                   [&](const auto& entry) { return name == entry.first; });
+  require(found != std::end(known),
           at + "activation must be none, swiglu or geglu, not \"" + name + "\"");
   require(n % 2 == 0, at + "n = " + std::to_string(n) + " must be even for " + name);
-  return name == "swiglu" ? Activation::swiglu : Activation::geglu;
+  return found->second;
 }
 
 // float32 x keeps 24 bits. 16-bit x has at most 11 of its own: 16 lose nothing that its result

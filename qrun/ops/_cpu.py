@@ -6,7 +6,6 @@ Matrices are repacked once into the stream that the kernels read (kernels/qmv/RE
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import mlx.core as mx
 
@@ -14,6 +13,7 @@ from qrun import _ext
 from qrun.ops import _mlx
 from qrun.ops._launch import Arrays, Norm, Step, enqueued
 from qrun.ops.matrix import QuantizedMatrix
+from qrun.ops.qmv import Activation
 from qrun.ops.sample import on_host
 
 NAME = "cpu"
@@ -169,7 +169,7 @@ def gather_qmm(
     expert: mx.array,
     *,
     count: int,
-    activation: Literal["swiglu", "geglu"] | None,
+    activation: Activation | None,
     grouped: bool,
 ) -> mx.array:
     return _ext.gather_qmm(

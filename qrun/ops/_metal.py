@@ -7,12 +7,14 @@ same definitions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from qrun.ops import _metal_geometry as geometry
-from qrun.ops._metal_call import Run, launch
+from qrun.ops._metal_call import Call, Run, launch
 from qrun.ops._metal_product import Behind, Packed, gemm_call, qmm_call, qmv_call
 from qrun.ops._metal_rows import (
     embedding_call,
@@ -58,18 +60,13 @@ def _fill(m: Packed) -> Packed:
     return _Filled(_down(m.w), _down(m.scales), biases, m.bits, m.group_size, m.mode, m.k)
 
 
-def _fill_behind(behind: Behind, n: int) -> Behind:
+def _product(call: Callable[[Behind], Call], behind: Behind, n: int, run: Run) -> mx.array:
+    """Launches call(behind) for n rows of w, filled up to ROWS."""
     if n >= ROWS:
-        return behind
-    bias, residual = behind.bias, behind.residual
-    if residual is not None:
-        more = behind.columns(ROWS) - behind.columns(n)
-        residual = mx.pad(residual, [(0, 0), (0, more)])
-    return replace(behind, bias=None if bias is None else _down(bias), residual=residual)
-
-
-def _cut(y: mx.array, behind: Behind, n: int) -> mx.array:
-    return y if n >= ROWS else y[:, : behind.columns(n)]
+        (y,) = run(call(behind))
+        return y
+    (y,) = run(call(behind.filled(n, ROWS)))
+    return y[:, : behind.columns(n)]
 
 
 Norm = tuple[mx.array, float]  # weight (K,), eps
@@ -80,17 +77,15 @@ def qmv(
     m: Packed,
     *,
     norm: Norm | None = None,
-    bias: mx.array | None = None,
-    residual: mx.array | None = None,
-    activation: str | None = None,
-    scale: float = 1,
     shape: geometry.Rows | geometry.Wide | None = None,
     run: Run = launch,
+    **behind: Any,
 ) -> mx.array:
-    """y (M, N) = activation(rms_norm(x) @ w.T * scale + bias) + residual, M <= 16."""
-    behind = Behind(bias, residual, activation, scale)
-    (y,) = run(qmv_call(x, _fill(m), _fill_behind(behind, m.n), norm, shape))
-    return _cut(y, behind, m.n)
+    """y (M, N) = rms_norm(x) @ w.T, M <= 16, and what follows it: the fields of `Behind`."""
+    filled = _fill(m)
+    return _product(
+        lambda behind: qmv_call(x, filled, behind, norm, shape), Behind(**behind), m.n, run
+    )
 
 
 def qmm(
@@ -98,37 +93,29 @@ def qmm(
     m: Packed,
     *,
     norm: Norm | None = None,
-    bias: mx.array | None = None,
-    residual: mx.array | None = None,
-    activation: str | None = None,
-    scale: float = 1,
     tile: geometry.Tile | None = None,
     run: Run = launch,
+    **behind: Any,
 ) -> mx.array:
     """As qmv, for many rows. The norm is a pass of its own, short beside the product."""
     if norm is not None:
         x = rms_norm(x, *norm, run=run)
-    behind = Behind(bias, residual, activation, scale)
-    (y,) = run(qmm_call(x, _fill(m), _fill_behind(behind, m.n), tile))
-    return _cut(y, behind, m.n)
+    filled = _fill(m)
+    return _product(lambda behind: qmm_call(x, filled, behind, tile), Behind(**behind), m.n, run)
 
 
 def gemm(
     x: mx.array,
     w: mx.array,
     *,
-    bias: mx.array | None = None,
-    residual: mx.array | None = None,
-    activation: str | None = None,
-    scale: float = 1,
     tile: geometry.Tile | None = None,
     run: Run = launch,
+    **behind: Any,
 ) -> mx.array:
     """As qmm, for w (N, K) that is not packed."""
-    behind, n = Behind(bias, residual, activation, scale), w.shape[0]
+    n = w.shape[0]
     filled = w if n >= ROWS else _down(w)
-    (y,) = run(gemm_call(x, filled, _fill_behind(behind, n), tile))
-    return _cut(y, behind, n)
+    return _product(lambda behind: gemm_call(x, filled, behind, tile), Behind(**behind), n, run)
 
 
 def sdpa(

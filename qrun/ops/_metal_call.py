@@ -7,6 +7,7 @@ compiled once per types and geometry; constants of a model (eps, scale, window) 
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -125,8 +126,10 @@ def call(
 
 
 def literal(value: float) -> str:
-    """value as Metal writes it."""
-    return f"{value!r}f" if "e" in repr(value) or "." in repr(value) else f"{value!r}.0f"
+    """value as Metal writes it. Fast math counts on finite numbers, and inf has no literal."""
+    if not math.isfinite(value):
+        raise ValueError(f"{value} in a kernel: only finite numbers can be there")
+    return f"{float(value)!r}f"
 
 
 def ceil_div(a: int, b: int) -> int:

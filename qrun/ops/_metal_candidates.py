@@ -13,7 +13,7 @@ from functools import cache, partial
 
 import mlx.core as mx
 
-from qrun.ops import _metal
+from qrun.ops import _metal, _mlx
 from qrun.ops import _metal_geometry as geometry
 from qrun.ops._metal_product import Packed
 
@@ -45,14 +45,10 @@ def mlx_product(
         y = y + bias
     if activation is not None:
         gate, up = y[:, 0::2], y[:, 1::2]
-        y = up * (gate * mx.sigmoid(gate) if activation == "swiglu" else _gelu(gate))
+        y = up * (gate * _mlx.GATES[activation](gate))
     if residual is not None:
         y = y + residual
     return y.astype(dtype)
-
-
-def _gelu(x: mx.array) -> mx.array:
-    return 0.5 * x * (1 + mx.tanh(0.7978845608 * (x + 0.044715 * x * x * x)))
 
 
 def like(rows: int) -> int:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import mlx.core as mx
 
 from qrun.ops import _metal_geometry as geometry
 from qrun.ops._metal_call import Call, Value, call, ceil_div, literal
 
-
-class Curve(NamedTuple):
-    """One of the enum of common/epilogue.metal."""
-
-    number: int
-    pairs: bool  # makes one column of two, a gate and its up
+# Those of common/epilogue.metal, and whether they make one column of two, a gate and its up.
+ACTIVATIONS = {None: False, "swiglu": True, "geglu": True}
 
 
-ACTIVATIONS = {
-    None: Curve(0, False),
-    "swiglu": Curve(1, True),
-    "geglu": Curve(2, True),
-}
+def constant(activation: str | None) -> str:
+    """Its name in common/epilogue.metal."""
+    return (activation or "none").upper()
 
 
 class Packed(Protocol):
@@ -48,36 +42,50 @@ class Packed(Protocol):
 
 @dataclass(frozen=True)
 class Behind:
-    """What follows a product: y = activation(y * scale + bias) + residual."""
+    """What follows a product: y = activation(y * scale + bias) + residual.
 
-    bias: mx.array | None = None  # (N,)
-    residual: mx.array | None = None  # as y
-    activation: str | None = None
+    A field is a term, the member of that name of `Epilogue`; the default means that there is none.
+    """
+
     scale: float = 1
+    bias: mx.array | None = None  # (N,)
+    activation: str | None = None
+    residual: mx.array | None = None  # as y
+
+    def terms(self) -> dict[str, mx.array | float]:
+        """Those there are, the activation aside."""
+        held = [(f, getattr(self, f.name)) for f in fields(self) if f.name != "activation"]
+        return {f.name: v for f, v in held if isinstance(v, mx.array) or v != f.default}
 
     def inputs(self) -> dict[str, mx.array]:
-        both = {"bias": self.bias, "residual": self.residual}
-        return {name: array for name, array in both.items() if array is not None}
+        return {name: term for name, term in self.terms().items() if isinstance(term, mx.array)}
 
     def columns(self, n: int) -> int:
-        return n // 2 if ACTIVATIONS[self.activation].pairs else n
+        return n // 2 if ACTIVATIONS[self.activation] else n
 
-    def text(self, n: str) -> str:
-        """The epilogue, for sums of n columns."""
-        bias = "nullptr" if self.bias is None else "bias"
-        residual = "nullptr" if self.residual is None else "residual"
-        return (
-            "Epilogue<T, B, ACTIVATION, BIAS, RESIDUAL>"
-            f"{{y, {bias}, {residual}, {literal(self.scale)}, {n}}}"
+    def filled(self, n: int, more: int) -> Behind:
+        """For sums of `more` columns in place of n: zeros behind each term's own."""
+        wider = {n: more, self.columns(n): self.columns(more)}
+        return replace(
+            self,
+            **{
+                name: mx.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, wider[a.shape[-1]] - a.shape[-1])])
+                for name, a in self.inputs().items()
+            },
         )
 
+    def text(self, n: str) -> str:
+        """`behind`, the epilogue for sums of n columns."""
+        terms = self.terms()
+        has = " | ".join(name.upper() for name in terms) or "0"
+        lines = [f"Epilogue<T, B, {constant(self.activation)}, {has}> behind{{y, {n}}};"]
+        for name, term in terms.items():
+            value = name if isinstance(term, mx.array) else literal(term)
+            lines.append(f"behind.{name} = {value};")
+        return "\n".join(lines)
+
     def template(self, dtype: mx.Dtype) -> dict[str, Value]:
-        return {
-            "B": dtype if self.bias is None else self.bias.dtype,
-            "ACTIVATION": ACTIVATIONS[self.activation].number,
-            "BIAS": self.bias is not None,
-            "RESIDUAL": self.residual is not None,
-        }
+        return {"B": dtype if self.bias is None else self.bias.dtype}
 
 
 def matrix_inputs(m: Packed) -> dict[str, mx.array]:
@@ -126,9 +134,10 @@ def qmv_call(
     source = f"""
 using Scheme = {scheme(m)};
 using Kernel = {kernel} RUN, SIMDGROUPS, SPLIT, NORM>;
+{behind.text("w_shape[0]")}
 threadgroup float shared[Kernel::SHARED];
 Kernel::template run<G>(x, {"norm" if norm else "nullptr"}, {literal(norm[1] if norm else 0)},
-    {packed(m, "x_shape[1]")}, {behind.text("w_shape[0]")}, {rows}w_shape[0], x_shape[1], shared,
+    {packed(m, "x_shape[1]")}, behind, {rows}w_shape[0], x_shape[1], shared,
     threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
     inputs = {"x": x} | matrix_inputs(m) | ({} if norm is None else {"norm": norm[0]})
@@ -163,9 +172,10 @@ def qmm_call(
 const int N = {"w_shape[0]" if by_rows else "scales_shape[1] * GROUP"};
 using Scheme = {scheme(m)};
 using Kernel = Qmm<T, Scheme, BM, BN, BK, WM, WN, STAGES, VEC, BY_ROWS>;
+{behind.text("N")}
 threadgroup uint4 tiles[Kernel::TILES];
-Kernel::run(x, {packed(m, "x_shape[1]" if by_rows else "N")}, {behind.text("N")}, x_shape[0], N,
-    x_shape[1], tiles, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
+Kernel::run(x, {packed(m, "x_shape[1]" if by_rows else "N")}, behind, x_shape[0], N, x_shape[1],
+    tiles, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
     thread_index_in_simdgroup);
 """
     template: dict[str, Value] = {"T": x.dtype, **scheme_template(m)}
@@ -197,8 +207,9 @@ def gemm_call(
     source = f"""
 const int N = w_shape[{0 if by_rows else 1}];
 using Kernel = Gemm<T, V, BM, BN, BK, WM, WN, STAGES, VEC, VEC_W, BY_ROWS>;
+{behind.text("N")}
 threadgroup uint4 tiles[Kernel::TILES];
-Kernel::run(x, w, {behind.text("N")}, x_shape[0], N, x_shape[1], tiles,
+Kernel::run(x, w, behind, x_shape[0], N, x_shape[1], tiles,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
     template: dict[str, Value] = {"T": x.dtype, "V": w.dtype, "BY_ROWS": by_rows}

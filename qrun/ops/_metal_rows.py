@@ -7,8 +7,8 @@ import mlx.core as mx
 from qrun.ops import _metal_geometry as geometry
 from qrun.ops._metal_call import Call, call, ceil_div, literal
 from qrun.ops._metal_product import (
-    ACTIVATIONS,
     Packed,
+    constant,
     matrix_inputs,
     packed,
     scheme,
@@ -212,10 +212,10 @@ def gated_call(gate_up: mx.array, activation: str) -> Call:
     return call(
         "gated",
         "swiglu/swiglu.metal",
-        "gated<ACTIVATION>(gate_up, y, thread_position_in_grid.x);",
+        f"gated<{constant(activation)}, T>(gate_up, y, thread_position_in_grid.x);",
         {"gate_up": gate_up},
         {"y": ((count, n), gate_up.dtype)},
-        {"ACTIVATION": ACTIVATIONS[activation].number},
+        {"T": gate_up.dtype},
         (count * n, 1, 1),
         threads,
     )

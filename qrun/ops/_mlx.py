@@ -6,6 +6,7 @@ MLX's quantized product sums in the type of x on some devices, so x and scales g
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -148,17 +149,18 @@ def epilogue(
         y = y + bias.astype(mx.float32)
     if activation is not None:
         gate, up = y[:, 0::2], y[:, 1::2]
-        y = gate * _gate_curve(gate, activation) * up
+        y = gate * GATES[activation](gate) * up
     if residual is not None:
         y = y + residual.astype(mx.float32)
     return y
 
 
-def _gate_curve(gate: mx.array, activation: str) -> mx.array:
-    """sigmoid(gate) for swiglu, the tanh form of GELU for geglu. Plain ops: nothing is compiled."""
-    if activation == "swiglu":
-        return mx.sigmoid(gate)
+def _gelu(gate: mx.array) -> mx.array:
+    """What the gate is multiplied by in the tanh form of GELU. Plain ops: nothing is compiled."""
     return 0.5 * (1 + mx.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate)))
+
+
+GATES: dict[str, Callable[[mx.array], mx.array]] = {"swiglu": mx.sigmoid, "geglu": _gelu}
 
 
 def rms_norm(

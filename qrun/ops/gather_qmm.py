@@ -17,7 +17,7 @@ from qrun.lazy import np, npt
 from qrun.ops import _launch
 from qrun.ops._shapes import check_dtype, check_shape
 from qrun.ops.matrix import QuantizedMatrix
-from qrun.ops.qmv import Activation, gated_ref
+from qrun.ops.qmv import Activation, check_activation, gated_ref
 
 
 def gather_qmm(
@@ -45,8 +45,7 @@ def gather_qmm(
     check_dtype("gather_qmm", "expert", expert, mx.int32)
     if m.n % count:
         raise ValueError(f"gather_qmm: axis E*N of w is {m.n}, no multiple of {count} experts")
-    if activation is not None and m.n // count % 2:
-        raise ValueError(f"gather_qmm: axis N of w is {m.n // count}, must be even")
+    check_activation("gather_qmm", activation, m.n // count)
     return _launch.backend().gather_qmm(
         x, m, row, expert, count=count, activation=activation, grouped=grouped
     )

@@ -9,7 +9,7 @@ import mlx.core as mx
 from qrun.lazy import np, npt
 from qrun.ops import _launch
 from qrun.ops._shapes import check_dtype, check_shape
-from qrun.ops.qmv import Activation, qmv_ref
+from qrun.ops.qmv import Activation, check_activation, qmv_ref
 
 
 def gemm(
@@ -29,12 +29,10 @@ def gemm(
     check_dtype("gemm", "w", w)
     axes = check_shape("gemm", "x", x, "M K")
     n = check_shape("gemm", "w", w, "N K", K=axes["K"])["N"]
-    if activation is not None and n % 2:
-        raise ValueError(f"gemm: axis N of w is {n}, must be even for {activation}")
+    out = check_activation("gemm", activation, n)
     if bias is not None:
         check_shape("gemm", "bias", bias, "N", N=n)
     if residual is not None:
-        out = n if activation is None else n // 2
         check_shape("gemm", "residual", residual, "M N", M=axes["M"], N=out)
         check_dtype("gemm", "residual", residual, x.dtype)
     return _launch.backend().gemm(

@@ -9,7 +9,8 @@ once. Any M, N >= 1, any K divisible by the group size.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import mlx.core as mx
 
@@ -57,9 +58,7 @@ def check_product(
     rows = check_shape(op, "x", x, "M K", K=m.k)["M"]
     if not rows:
         raise ValueError(f"{op}: axis M of x is 0, must be at least 1")
-    if activation is not None and m.n % 2:
-        raise ValueError(f"{op}: axis N of w is {m.n}, must be even for {activation}")
-    out = m.n if activation is None else m.n // 2
+    out = check_activation(op, activation, m.n)
     if norm is not None:
         check_shape(op, "norm", norm[0], "K", K=m.k)
     if bias is not None:
@@ -67,6 +66,18 @@ def check_product(
     if residual is not None:
         check_shape(op, "residual", residual, "M N", M=rows, N=out)
         check_dtype(op, "residual", residual, x.dtype)
+
+
+def check_activation(op: str, activation: Activation | None, n: int) -> int:
+    """Of a product with n rows of w -> columns of its result."""
+    if activation is None:
+        return n
+    if activation not in get_args(Activation):
+        names = " or ".join(get_args(Activation))
+        raise ValueError(f"{op}: activation is {activation}, must be {names}")
+    if n % 2:
+        raise ValueError(f"{op}: axis N of w is {n}, must be even for {activation}")
+    return n // 2
 
 
 def qmv_ref(
@@ -96,10 +107,22 @@ def qmv_ref(
 def gated_ref(y: npt.NDArray[np.float64], activation: Activation) -> npt.NDArray[np.float64]:
     """act(gate) * up of interleaved columns (M, 2N) -> (M, N), in float64."""
     gate, up = y[..., 0::2], y[..., 1::2]
-    if activation == "swiglu":
-        return gate / (1 + np.exp(-gate)) * up
-    # The tanh approximation of GELU (Hendrycks and Gimpel, 2016), as gemma uses it.
-    return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    return _CURVES[activation](gate) * up
+
+
+def _silu(gate: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return gate / (1 + np.exp(-gate))
+
+
+def _gelu(gate: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The tanh approximation (Hendrycks and Gimpel, 2016), as gemma uses it."""
+    return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+
+
+_CURVES: dict[Activation, Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]] = {
+    "swiglu": _silu,
+    "geglu": _gelu,
+}
 
 
 def qmv_bytes(x: mx.array, m: QuantizedMatrix) -> int:

@@ -274,6 +274,16 @@ def test_atomics(order: str) -> None:
     assert out[0].tolist() == [a.sum(), a.max(), np.bitwise_xor.reduce(a), 256]
 
 
+def test_an_atomic_store_reads_nothing() -> None:
+    """So it may come first, in memory that nobody has written."""
+    body = "threadgroup atomic_uint t; const uint i = thread_position_in_grid.x;\n"
+    body += "if (i == 0) atomic_store_explicit(&t, 7u, memory_order_relaxed);\n"
+    body += "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+    body += "out[i] = a[i] + atomic_fetch_add_explicit(&t, 1u, memory_order_relaxed);"
+    out = run(body, [np.zeros(9, np.uint32)], (9,), np.uint32, grid=(9, 1, 1))
+    assert sorted(out[0].tolist()) == list(range(7, 16))
+
+
 def test_orders_differ_and_seeds_repeat() -> None:
     body = "out[1 + atomic_fetch_add_explicit((device atomic_uint*)out, 1u, memory_order_relaxed)]"
     body += " = thread_position_in_grid.x + uint(a[0]);"

@@ -197,6 +197,7 @@ def test_case_21_unsupported_formats_are_named_not_zero(bits: int, group: int) -
         ({"residual": mx.zeros((1, 33), mx.float16)}, "residual has dtype float16"),
         ({"norm": (mx.zeros((65,)), 1e-5)}, "axis K of norm is 65, must be 64"),
         ({"activation": "swiglu"}, "axis N of w is 33, must be even"),
+        ({"activation": "relu"}, "activation is relu, must be swiglu or geglu"),
     ],
 )
 def test_broken_contract_names_axis_tensor_and_both_numbers(

@@ -1,4 +1,4 @@
-"""The Metal qmv, run by the emulator: decoding, sums, splits, norm, epilogues, traffic."""
+"""The Metal qmv, run by the emulator: decoding, sums, splits, norm, traffic."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from qrun.ops import _metal
 from qrun.ops import _metal_geometry as geometry
 from qrun.ops._metal_geometry import Rows, Wide
-from qrun.ops._metal_product import ACTIVATIONS, Behind, qmv_call
+from qrun.ops._metal_product import Behind, qmv_call
 from tests.ops import metal_support as support
-from tests.ops.metal_support import DTYPES, SEEDS, run, shuffled
+from tests.ops.metal_support import DTYPES, run
 
 ALL_BITS = [2, 3, 4, 5, 6, 8]
 
@@ -20,27 +20,25 @@ LANES = Rows(4, 16, 2, 1)
 FRAGMENTS = Wide(1, 2, 16, 2, 1)
 
 
-def decoded(m: support.Matrix, rows: int, seed: int) -> None:
-    """One-hot rows, from all over K, give back columns of the matrix."""
-    columns = [0, m.k - 1, *np.random.default_rng(seed).integers(0, m.k, 8).tolist()][:rows]
-    with shuffled(seed):
+def decoded(m: support.Matrix, rows: int) -> None:
+    """One-hot rows, from both ends and all over K, give back columns of the matrix."""
+    some = np.random.default_rng(m.bits).integers(0, m.k, (2, 10)).tolist()
+    for columns in ([0, m.k - 1][:rows], *(c[:rows] for c in some)):
         y = _metal.qmv(support.one_hot(columns, m.k, mx.float32), m, run=run)
-    np.testing.assert_array_equal(support.numbers(y), m.values.T[columns])
+        np.testing.assert_array_equal(support.numbers(y), m.values.T[columns])
 
 
 @pytest.mark.parametrize("rows", [1, 10])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", ALL_BITS)
 def test_decode(bits: int, group: int, rows: int) -> None:
-    for seed in SEEDS:
-        decoded(support.matrix(11, 640, bits, group), rows, seed)
+    decoded(support.matrix(11, 640, bits, group), rows)
 
 
 @pytest.mark.parametrize("rows", [1, 10])
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
 def test_decode_micro(mode: str, rows: int) -> None:
-    for seed in SEEDS:
-        decoded(support.micro(11, 160, mode), rows, seed)
+    decoded(support.micro(11, 160, mode), rows)
 
 
 @pytest.mark.parametrize("scales", DTYPES)
@@ -48,12 +46,10 @@ def test_decode_micro(mode: str, rows: int) -> None:
 def test_decode_dtypes(dtype: mx.Dtype, scales: mx.Dtype) -> None:
     m = support.matrix(10, 96, 4, 32, scales)
     columns = [0, 1, 33, 95]
-    for seed in SEEDS:
-        with shuffled(seed):
-            y = _metal.qmv(support.one_hot(columns, 96, dtype), m, run=run)
-        assert y.dtype == dtype
-        expected = support.round_to(m.values.T[columns], dtype)
-        np.testing.assert_array_equal(support.numbers(y), expected)
+    y = _metal.qmv(support.one_hot(columns, 96, dtype), m, run=run)
+    assert y.dtype == dtype
+    expected = support.round_to(m.values.T[columns], dtype)
+    np.testing.assert_array_equal(support.numbers(y), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 16])
@@ -62,12 +58,8 @@ def test_accumulation(dtype: mx.Dtype, rows: int) -> None:
     m = support.matrix(33, 576)
     x = support.normal(np.random.default_rng(rows), (rows, 576), dtype)
     reference = support.numbers(x) @ m.values.T
-    results = []
-    for seed in SEEDS:
-        with shuffled(seed):
-            results.append(_metal.qmv(x, m, run=run))
-    support.assert_bounded(results[0], reference, support.plain_product(x, m.values))
-    assert all(mx.array_equal(results[0], y) for y in results[1:])
+    y = _metal.qmv(x, m, run=run)
+    support.assert_bounded(y, reference, support.plain_product(x, m.values))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,17 +67,15 @@ def test_accumulation(dtype: mx.Dtype, rows: int) -> None:
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 35])
 @pytest.mark.parametrize("k", [32, 96, 896, 4864])
 def test_odd_shapes(n: int, k: int, shape: Rows | Wide, dtype: mx.Dtype) -> None:
-    """Decode exact, accumulation bounded, nothing reported, in three random orders."""
+    """Decode exact, accumulation bounded, nothing reported."""
     m = support.matrix(n, k, 4, 32)
     x = support.normal(np.random.default_rng(n), (support.SAMPLE, k), dtype)
     columns = [k - 1, k // 3]
-    for seed in SEEDS:
-        with shuffled(seed):
-            y = _metal.qmv(x[:2], m, shape=shape, run=run)
-            decoded = _metal.qmv(support.one_hot(columns, k, dtype), m, shape=shape, run=run)
-        support.assert_product_bounded(y, x, m.values)
-        expected = support.round_to(m.values.T[columns], dtype)
-        np.testing.assert_array_equal(support.numbers(decoded), expected)
+    y = _metal.qmv(x[:2], m, shape=shape, run=run)
+    decoded = _metal.qmv(support.one_hot(columns, k, dtype), m, shape=shape, run=run)
+    support.assert_product_bounded(y, x, m.values)
+    expected = support.round_to(m.values.T[columns], dtype)
+    np.testing.assert_array_equal(support.numbers(decoded), expected)
 
 
 @pytest.mark.parametrize(
@@ -103,79 +93,28 @@ def test_split(shape: Rows | Wide) -> None:
     """Simdgroups that share K, some of them with nothing to read."""
     m = support.matrix(13, 1152)
     x = support.normal(np.random.default_rng(7), (2, 1152), mx.bfloat16)
-    for seed in SEEDS:
-        with shuffled(seed):
-            y = _metal.qmv(x, m, shape=shape, run=run)
-        reference = support.numbers(x) @ m.values.T
-        support.assert_bounded(y, reference, support.plain_product(x, m.values))
+    y = _metal.qmv(x, m, shape=shape, run=run)
+    reference = support.numbers(x) @ m.values.T
+    support.assert_bounded(y, reference, support.plain_product(x, m.values))
 
 
 @pytest.mark.parametrize(
     "shape", [Rows(4, 32, 4, 1), Rows(4, 32, 4, 4), Wide(1, 2, 32, 4, 1), Wide(1, 2, 32, 4, 4)]
 )
 @pytest.mark.parametrize("bits", [3, 4])
-def test_norm_in_front(bits: int, shape: Rows | Wide) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_in_front(dtype: mx.Dtype, bits: int, shape: Rows | Wide) -> None:
     rng = np.random.default_rng(4)
     m = support.matrix(18, 704, bits)
-    x = support.normal(rng, (3, 704), mx.float16) * 3
+    x = support.normal(rng, (3, 704), dtype) * 3
     weight = support.normal(rng, (704,), mx.float32)
-    with shuffled(1):
-        y = _metal.qmv(x, m, norm=(weight, 1e-5), shape=shape, run=run)
+    y = _metal.qmv(x, m, norm=(weight, 1e-5), shape=shape, run=run)
     wide = support.numbers(x)
     normed = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * support.numbers(weight)
     reference = normed @ m.values.T
-    error = np.abs(support.numbers(y) - reference).max()
-    assert error <= support.ulp(np.abs(reference).max(), mx.float16)
-
-
-@pytest.mark.parametrize("shape", [LANES, FRAGMENTS])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("terms", ["", "scale", "bias", "residual", "scale bias residual"])
-def test_epilogues(activation: str | None, terms: str, shape: Rows | Wide) -> None:
-    rng = np.random.default_rng(3)
-    m = support.matrix(22, 64, dtype=mx.bfloat16)
-    x = support.normal(rng, (3, 64), mx.float16)
-    columns = Behind(activation=activation).columns(22)
-    bias = support.normal(rng, (22,), mx.float32) if "bias" in terms else None
-    residual = support.normal(rng, (3, columns), mx.float16) if "residual" in terms else None
-    scale = 0.375 if "scale" in terms else 1
-    with shuffled(2):
-        y = _metal.qmv(
-            x,
-            m,
-            bias=bias,
-            residual=residual,
-            activation=activation,
-            scale=scale,
-            shape=shape,
-            run=run,
-        )
-    reference = support.behind64(
-        support.numbers(x) @ m.values.T,
-        bias=None if bias is None else support.numbers(bias),
-        residual=None if residual is None else support.numbers(residual),
-        activation=activation,
-        scale=scale,
-    )
-    error = np.abs(support.numbers(y) - reference).max()
-    assert error <= support.ulp(np.abs(reference).max(), mx.float16)
-
-
-@pytest.mark.parametrize("n", [2, 6, 8, 14, 16])
-def test_few_rows_with_everything(n: int) -> None:
-    """N < 16 is filled up and cut again: bias, residual and pairs follow."""
-    rng = np.random.default_rng(8)
-    m = support.matrix(n, 64)
-    x, bias = support.normal(rng, (1, 64), mx.float32), support.normal(rng, (n,), mx.float32)
-    residual = support.normal(rng, (1, n // 2), mx.float32)
-    y = _metal.qmv(x, m, bias=bias, residual=residual, activation="swiglu", run=run)
-    reference = support.behind64(
-        support.numbers(x) @ m.values.T,
-        bias=support.numbers(bias),
-        residual=support.numbers(residual),
-        activation="swiglu",
-    )
-    np.testing.assert_allclose(support.numbers(y), reference, atol=1e-4)
+    assert y.dtype == dtype
+    error, most = np.abs(support.numbers(y) - reference).max(), np.abs(reference).max()
+    assert error <= support.ulp(most, dtype) + 2.0**-21 * most  # and what float32 sums lose
 
 
 @pytest.mark.parametrize("split", [1, 4])

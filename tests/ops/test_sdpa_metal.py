@@ -11,7 +11,7 @@ import pytest
 from qrun.ops import _metal
 from qrun.ops._metal_rows import sdpa_decode_call, sdpa_merge_call
 from tests.ops import metal_support as support
-from tests.ops.metal_support import DTYPES, SEEDS, run, shuffled
+from tests.ops.metal_support import DTYPES, run
 
 
 @dataclass
@@ -68,10 +68,7 @@ class Case:
         assert error <= support.ulp(np.abs(reference).max(), self.dtype) + 2e-6
 
     def run(self) -> None:
-        """In three random orders."""
-        for seed in SEEDS:
-            with shuffled(seed):
-                self.check(_metal.sdpa(self.q, self.k, self.v, self.at, **self.options, run=run))
+        self.check(_metal.sdpa(self.q, self.k, self.v, self.at, **self.options, run=run))
 
 
 @pytest.mark.parametrize("length", [1, 20])
@@ -122,12 +119,10 @@ def test_float32_tiles_of_256() -> None:
 def test_split_context(splits: int, window: int) -> None:
     """More splits than keys too: empty ones must weigh nothing."""
     case = Case(2, 27, heads=6, batch=2, window=window)
-    for seed in SEEDS:
-        with shuffled(seed):
-            arrays = (case.q, case.k, case.v, case.at)
-            values, stats = run(sdpa_decode_call(*arrays, **case.options, splits=splits))
-            (y,) = run(sdpa_merge_call(values, stats, mx.float16))
-        case.check(y)
+    arrays = (case.q, case.k, case.v, case.at)
+    values, stats = run(sdpa_decode_call(*arrays, **case.options, splits=splits))
+    (y,) = run(sdpa_merge_call(values, stats, mx.float16))
+    case.check(y)
 
 
 def test_long_context_splits_by_itself() -> None:

@@ -72,7 +72,7 @@ EM_MEET long em_reduce_long(uint quad, long x, uint op, uint prefix, em_file_t f
 EM_MEET ulong em_reduce_ulong(uint quad, ulong x, uint op, uint prefix, em_file_t file, uint line_column);
 EM_MEET ulong em_multiply(ulong a, ulong b, ulong c, em_file_t file, uint line_column);
 EM_MEET void em_pass(uint what, em_file_t file, uint line_column);
-void em_atomic(volatile device void* p, uint size);
+void em_atomic(volatile device void* p, uint size, uint reads);
 }
 #endif
 

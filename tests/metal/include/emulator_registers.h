@@ -46,4 +46,4 @@ EM_ONE ulong em_multiply(ulong a, ulong b, ulong c, em_file_t, uint) {
   return (ulong)y << 32 | x;
 }
 EM_ONE void em_pass(uint, em_file_t, uint) {}
-EM_ONE void em_atomic(volatile device void*, uint) {}
+EM_ONE void em_atomic(volatile device void*, uint, uint) {}

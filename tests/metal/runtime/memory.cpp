@@ -123,16 +123,18 @@ static void note_reader(Shadow& s, u64 now, u32 pc, Space space) {
   if (a_elsewhere || !b_elsewhere) s.reader[1] = a;
 }
 
-enum Act { kRead, kWrite, kAtomic };
+enum Act { kRead, kWrite, kAtomic, kAtomicStore };
+static constexpr u32 told(Act act) { return act == kAtomicStore ? kAtomic : act; }
+static constexpr bool is_atomic(Act act) { return told(act) == kAtomic; }
 
 template <Act act>
 static void check_shadow(Buffer& b, u32 index, uptr address, u32 size, const void* pc) {
   const Space space = b.flags & kShared ? kThreadgroup : kDevice;
-  const u64 now = stamp(space, act == kAtomic);
+  const u64 now = stamp(space, is_atomic(act));
   const u32 here = image_offset(pc);
   Shadow* s = b.shadow + (address - (uptr)b.start);
   for (u32 i = 0; i < size; ++i, ++s) {
-    if (act != kWrite && s->writer == 0) {
+    if ((act == kRead || act == kAtomic) && s->writer == 0) {
       find_access(kUninitialised, pc, index, address + i, size, 0);
       s->writer = 1ull << 32;
     }
@@ -163,14 +165,14 @@ static inline void access(uptr address, u32 size, const void* pc) {
   const u64 offset = address - (uptr)arena;
   if (__builtin_expect(offset >= kArenaBytes, 0)) {
     if (private_or_constant(address, size)) return;
-    Finding& f = find(kWild, pc, act);
+    Finding& f = find(kWild, pc, told(act));
     f.size = size;
     f.offset = (int64_t)address;
     stop_run();
   }
   const u32 index = owner[offset / kGrain] - 1u;
   if (index == ~0u) {
-    Finding& f = find(kWild, pc, act);
+    Finding& f = find(kWild, pc, told(act));
     f.size = size;
     f.offset = (int64_t)address;
     stop_run();
@@ -178,19 +180,19 @@ static inline void access(uptr address, u32 size, const void* pc) {
   Buffer& b = buffers[index];
   const u64 inside = address - (uptr)b.start;
   if (__builtin_expect(inside >= b.size || size > b.size - inside, 0)) {
-    find_access(kOutOfBounds, pc, index, address, size, act);
+    find_access(kOutOfBounds, pc, index, address, size, told(act));
     stop_run();
   }
   u32 width = size >= 16 ? 4 : (u32)__builtin_ctz(size);
   if (act == kRead) b.counts.reads[width] += size > 16 ? size / 16 : 1;
   if (act == kWrite) b.counts.writes[width] += size > 16 ? size / 16 : 1;
-  if (act == kAtomic) ++b.counts.atomics;
+  if (is_atomic(act)) ++b.counts.atomics;
   if (b.flags & kWritable) {
     check_shadow<act>(b, index, address, size, pc);
     return;
   }
   if (act != kRead) {
-    find_access(kReadOnly, pc, index, address, size, act);
+    find_access(kReadOnly, pc, index, address, size, told(act));
     stop_run();
   }
   u16* r = b.reads + inside;
@@ -243,7 +245,12 @@ HOOK void* __tsan_memset(void* d, int v, size_t n) {
   return memset(d, v, n);
 }
 
-HOOK void em_atomic(void* p, u32 size) { access<kAtomic>((uptr)p, size, CALLER); }
+HOOK void em_atomic(void* p, u32 size, u32 reads) {
+  if (reads)
+    access<kAtomic>((uptr)p, size, CALLER);
+  else
+    access<kAtomicStore>((uptr)p, size, CALLER);
+}
 
 // Undefined behaviour that clang can see at the place of use (-fsanitize=alignment, ...).
 struct TypeMismatch {
