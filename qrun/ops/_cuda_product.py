@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from math import ceil
 from typing import NamedTuple
@@ -283,8 +284,14 @@ def qmm_tile(rows: int, n: int, k: int, group: int, alike: bool = True) -> MmaTi
 @cache
 def _wgmma_tile(rows: int, n: int, k: int) -> WgmmaTile:
     most = min(16, ceil_div(k, 256))  # every split has two runs
-    every = (t._replace(splits=s) for t in WGMMA_TILES for s in range(1, most + 1))
-    return min(every, key=lambda tile: _microseconds(tile, rows, n, k))
+
+    def candidates() -> Iterator[WgmmaTile]:
+        for tile in WGMMA_TILES:
+            yield tile
+            if ceil_div(rows, tile.bm) * ceil_div(n, tile.bn) < SMS * tile.blocks:
+                yield from (tile._replace(splits=s) for s in range(2, most + 1))
+
+    return min(candidates(), key=lambda tile: _microseconds(tile, rows, n, k))
 
 
 def _microseconds(tile: WgmmaTile, rows: int, n: int, k: int) -> float:

@@ -6,11 +6,14 @@ small kernels cost more than their work; everything else is the two ops after on
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
+from qrun.lazy import np, npt
 from qrun.ops import _launch
-from qrun.ops.rope import check_rope, rope
-from qrun.ops.sdpa import sdpa
+from qrun.ops.rope import check_rope, rope, rope_ref
+from qrun.ops.sdpa import sdpa, sdpa_ref
 
 
 def attend(
@@ -62,6 +65,22 @@ def attend(
     )
     y = sdpa(q, k_cache, v_cache, offset, scale=scale, window=window, softcap=softcap)
     return y, k_cache, v_cache
+
+
+def attend_ref(
+    q: npt.NDArray[Any],
+    k: npt.NDArray[Any],
+    v: npt.NDArray[Any],
+    offset: int,
+    inv_freq: npt.NDArray[np.float64],
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> npt.NDArray[np.float64]:
+    """The same in float64. q (B, H, L, D) not yet rotated, k and v (B, Hkv, C, D) as cached."""
+    q = rope_ref(q, np.arange(offset, offset + q.shape[2]), inv_freq)
+    return sdpa_ref(q, k, v, offset, scale=scale, window=window, softcap=softcap)
 
 
 def attend_bytes(qkv: mx.array, k_cache: mx.array, keys: int) -> int:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from qrun import ops
+from qrun.ops.attend import attend_ref
 from qrun.ops.rms_norm import rms_norm_ref
 from qrun.ops.rope import rope_ref
-from qrun.ops.sdpa import sdpa_ref
 
 SEEDS = (0, 1, 2)
 
@@ -74,8 +74,8 @@ def test_attend(
         xk = rms_norm_ref(xk, np.array(kn, np.float64), 1e-6)
     at = np.arange(offset, offset + length)
     k_ref[:, :, at], v_ref[:, :, at] = rope_ref(xk, at, inverse), xv
-    xq = rope_ref(xq, at, inverse)
-    want = sdpa_ref(xq, k_ref, v_ref, offset, scale=d**-0.5, window=window, softcap=3.0)
+    how: dict[str, float] = {"scale": d**-0.5, "softcap": 3.0}
+    want = attend_ref(xq, k_ref, v_ref, offset, inverse, window=window, **how)
     np.testing.assert_allclose(np.array(y, np.float64), want, atol=1e-5)
     np.testing.assert_allclose(np.array(k, np.float64), k_ref, atol=1e-5)
     np.testing.assert_array_equal(np.array(v, np.float64), v_ref)
