@@ -12,7 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (ROOT / "README.md", ROOT / "kernels" / "README.md")
 BEGIN, END = "<!-- ops: made by scripts/op_table.py -->", "<!-- end of ops -->"
-OTHERWISE = {"attend": "rope, sdpa"}  # what runs without a kernel of the op's own, if not MLX's ops
+# What runs where an op has no file of its own, if it is not a composition of MLX's ops.
+OTHERWISE = {
+    ("attend", "CPU"): "rope, sdpa",
+    ("attend", "Metal"): "rope, sdpa",
+    ("gather_qmm", "CUDA"): "qmv, qmm",
+    ("gemm", "CUDA"): "qmv, MLX",
+}
 BACKENDS = {"CPU": "*.cpp", "Metal": "*.metal", "CUDA": "*.cuh"}
 
 
@@ -25,8 +31,10 @@ def table() -> str:
         what = doc.splitlines()[0].partition(": ")[2].rstrip(".")
         if not doc.startswith(path.stem + ":"):
             continue  # a helper of the ops, not an op
-        other = OTHERWISE.get(path.stem, "MLX")
-        own = ["own" if any(folder.glob(glob)) else other for glob in BACKENDS.values()]
+        own = [
+            "own" if any(folder.glob(glob)) else OTHERWISE.get((path.stem, backend), "MLX")
+            for backend, glob in BACKENDS.items()
+        ]
         lines.append(f"| `{path.stem}` | {what} | " + " | ".join(own) + " |")
     return "\n".join(lines)
 
