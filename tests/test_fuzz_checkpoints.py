@@ -29,7 +29,7 @@ ODD: tuple[Any, ...] = (
     float("nan"), float("inf"), "", "x", "é\ud800", "../../etc/passwd", "a" * 5000, [], {}, [1],
     [[]], {"a": {}}, [None] * 3, {"bits": 4}, "F32", "U32", [0, 0], [1 << 40, 0], [-1, 5],
 )  # fmt: skip
-SLACK = 32 << 20  # bytes: what a working load takes beside the weights, for instance tables
+SLACK = 1 << 20  # bytes: what a working load takes beside the weights, for instance tables
 SLOW = 5.0  # seconds of computing: a load takes hundredths
 
 
