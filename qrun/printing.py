@@ -50,8 +50,8 @@ def summary(model: LoadedModel, result: Generation) -> dict[str, Any]:
         "load_seconds": round(model.load_seconds, 4),
         "prefill_seconds": round(result.timings.prefill, 4),
         "decode_seconds": round(result.timings.decode, 4),
-        "prefill_tokens_per_second": round(result.prefill_rate, 1),
-        "decode_tokens_per_second": round(result.decode_rate, 1),
+        "prefill_tokens_per_second": round(result.prefill_rate, 1) or None,
+        "decode_tokens_per_second": round(result.decode_rate, 1) or None,
     }
 
 
