@@ -225,7 +225,7 @@ struct QmmWgmma {
 #pragma unroll
     for (int j = 0; j < BM / 8; j++) {
       float sum[4] = {};
-#pragma unroll
+#pragma unroll 2  // more under way at once would spill
       for (int s = 0; s < SPLITS; s++) {
         const float4 v = __ldcg(&mine[(s * (BM / 8) + j) * THREADS]);
         sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;

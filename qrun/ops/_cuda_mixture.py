@@ -81,7 +81,7 @@ def _few(
     activation: str | None,
 ) -> mx.array:
     pairs, group, n = expert.size, m.spec.group_size, m.n // count
-    tile = product.qmv_tile(1, n, m.k, group)
+    tile = product.qmv_tile(1, n, m.k, group, m.scale_dtype.size)
     epilogue, constants = product.epilogue_of(None, None, activation, 1.0, f"w_shape[0] / {count}")
     constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "WORDS": tile.words}
     constants |= {"TAKE": tile.take, "WARPS": tile.warps, "ROUNDS": tile.rounds(m.k)}

@@ -70,7 +70,7 @@ def qmv(
 ) -> mx.array:
     if not tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
-    tile = qmv_tile(x.shape[0], m.n, m.k, m.spec.group_size)
+    tile = qmv_tile(x.shape[0], m.n, m.k, m.spec.group_size, m.scale_dtype.size)
     return _qmv(x, m, tile, norm, bias, residual, activation, scale)
 
 
@@ -130,23 +130,25 @@ class QmvTile(NamedTuple):
 
 
 @cache
-def qmv_tile(rows: int, n: int, k: int, group: int) -> QmvTile:
+def qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int = 2) -> QmvTile:
     """About 16 warps an SM with 8 loads under way each, takes dealt out evenly: the best of 460
     timings (kernels/qmv/README.md).
     """
     rows = ceil_div(rows, ceil_div(rows, 8))
     while True:
-        tile = _qmv_tile(rows, n, k, group)
+        tile = _qmv_tile(rows, n, k, group, scale_bytes)
         if tile.shared(k, group) <= SHARED // tile.blocks - 1024:
             return tile
         rows = ceil_div(rows, 2)  # x does not fit: several blocks read the same w
 
 
-def _qmv_tile(rows: int, n: int, k: int, group: int) -> QmvTile:
+def _qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int) -> QmvTile:
     # A load of 16 bytes spans two groups of 64, which costs half of the columns of x.
     words = 2 if rows > group // 16 and group < 128 else 4
     steps, step = ceil_div(k, 32 * words), 32 * words
     most = 4 if (steps >= 64 if words == 2 else _long(steps, n)) else 2
+    if scale_bytes == 4:  # factors take as many registers as codes
+        most = 2
     take = next(t for t in (4, 2, 1) if t <= most and (t == 1 or k % (step * t) == 0))
     takes = ceil_div(steps, take)
     widest = 28 if words == 4 and rows > 2 else 16
