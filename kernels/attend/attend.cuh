@@ -2,11 +2,10 @@
 // and sdpa do in three (rope, splits, merge) costs more in starts and ends than in work.
 //
 // The queries that share a kv head are rows; a cluster of SPLITS blocks takes ROWS of them, each block one
-// stretch of the cached keys. Keys and values are under way before the kernel in front has ended: of
-// what it writes only qkv is read. Each block rotates its rows of q by itself; the one whose stretch
-// ends with the new token also rotates its key and appends it and v. The
-// blocks' sums meet through distributed shared memory. The keys' march is that of sdpa_decode.cuh:
-// eight lanes share a key.
+// stretch of the keys. Keys and values are under way before the kernel in front has ended: of what that
+// one writes only qkv is read. Each block rotates its rows of q by itself; the one whose stretch ends with
+// the new token also rotates its key and appends it and v. Eight lanes share a key, as in
+// sdpa_decode.cuh. At the end the blocks' sums meet through distributed shared memory.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -160,7 +159,7 @@ struct Attend {
     }
   }
 
-  // The score of a key that eight lanes share; in units of log 2, -inf where there is none.
+  // The score of a key that eight lanes share; in units of log 2, NOTHING where there is none.
   __device__ __forceinline__ float score(const float (&query)[OWN], const float (&key)[OWN], bool seen) const {
     float dot = 0;
 #pragma unroll
