@@ -131,16 +131,6 @@ def generate(
     set_threads(threads)
     load = qrun.load
     _listen()
-    loaded = load(
-        model,
-        revision=revision,
-        dtype=dtype,
-        activations=activations,
-        tune=False if no_tune else None,
-        show=printing.status_line(not quiet),
-    )
-    if verbose:
-        printing.print_description(loaded)
     sampling = qrun.Sampling(
         temperature=temperature,
         top_k=top_k,
@@ -152,6 +142,16 @@ def generate(
         logit_bias=reading.parse_bias(logit_bias),
         seed=seed,
     )
+    loaded = load(
+        model,
+        revision=revision,
+        dtype=dtype,
+        activations=activations,
+        tune=False if no_tune else None,
+        show=printing.status_line(not quiet),
+    )
+    if verbose:
+        printing.print_description(loaded)
     result = None
     for piece in qrun.stream(
         loaded, text, system=system, raw=raw, max_tokens=max_tokens, stop=stop, sampling=sampling
@@ -241,8 +241,8 @@ def convert(
 @click.option("--kernels/--no-kernels", default=True, help="Measure the products alone.")
 @click.option(
     "--group-size",
-    type=click.IntRange(32, 128),
-    default=64,
+    type=click.Choice(["32", "64", "128"]),
+    default="64",
     show_default=True,
     help="Of the kernels' matrices.",
 )
@@ -281,7 +281,7 @@ def convert(
 def bench(
     model: str | None,
     kernels: bool,
-    group_size: int,
+    group_size: str,
     rounds: int,
     peers: tuple[str, ...],
     ggufs: tuple[Path, ...],
@@ -311,6 +311,12 @@ def bench(
         raise UsageError("--tune needs a MODEL: its products are what is timed")
     if peers and model is None:
         raise UsageError("--peer needs a MODEL: kernels alone have no peers")
+    if model is None and not kernels:
+        raise UsageError("nothing to measure: --no-kernels without a MODEL")
+    if plot is not None:
+        report.require_matplotlib()
+    for path in (p for p in (out, plot) if p is not None):
+        reading.check_writable(path)
     wanted = asked(peers, ggufs)
     progress = printing.status_line(not as_json)
     # First, since all that can be wrong is wrong there.
@@ -321,7 +327,7 @@ def bench(
     )
     rows: list[measure.Row] = []
     if kernels:
-        spec = Quantization(4, group_size)
+        spec = Quantization(4, int(group_size))
         rows += measure.bench_kernels(spec=spec, rounds=rounds, progress=progress)
         rows += measure.bench_ladder(spec=spec, progress=progress)
     if loaded is not None:
@@ -376,6 +382,8 @@ def inspect(model: str, context: int | None, as_json: bool) -> None:
 def main() -> None:
     """Run a command; turn every outcome into an exit code and at most two lines."""
     debug, stdout = sys.argv[1:2] == ["--debug"], sys.stdout
+    if stdout is None:  # pyright: ignore[reportUnnecessaryComparison]
+        _fail("standard output is closed", None, 1)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)  # so that what cleans up on an interrupt also does here
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -29,7 +30,11 @@ from qrun.source import Source, read_folder
 Progress = Callable[[str, int, int], None]
 
 # What --force may delete: what a model folder is made of.
-_OURS = {".json", ".safetensors", ".jinja", ".model", ".txt"}
+_OURS = re.compile(
+    r"(generation_|tokenizer_|special_tokens_|preprocessor_)?config\.json|special_tokens_map\.json"
+    r"|added_tokens\.json|(tokenizer|vocab)\.json|chat_template\.(json|jinja)|merges\.txt"
+    r"|[^/]*\.safetensors(\.index\.json)?|tokenizer\.model"
+)
 CHUNK = 1 << 22  # elements encoded at a time
 
 
@@ -86,7 +91,7 @@ def convert(
         )
     source = read_gguf(src) if gguf else read_folder(src)
     jobs = plan(source, wishes)
-    with _new_folder(dst) as folder:
+    with _new_folder(src, dst, force) as folder:
         writer = SafetensorsWriter(folder, [job.outputs() for job in jobs])
         try:
             _write_tensors(src, jobs, writer, progress)
@@ -193,14 +198,14 @@ def _check_target(src: Path, dst: Path, force: bool) -> None:
     if not dst.is_dir() or (any(dst.iterdir()) and not (dst / "config.json").is_file()):
         raise UsageError(f"{dst}: not a model's folder, so --force does not replace it")
     for path in sorted(dst.iterdir()):
-        if path.is_dir() or path.suffix not in _OURS:
+        if path.is_dir() or not _OURS.fullmatch(path.name):
             raise UsageError(
                 f"{dst}: {path.name} is no part of a model, so --force does not replace the folder"
             )
 
 
 @contextmanager
-def _new_folder(dst: Path) -> Generator[Path]:
+def _new_folder(src: Path, dst: Path, force: bool) -> Generator[Path]:
     """A hidden folder beside `dst` that becomes `dst` if the block ends well, and goes if not."""
     folder = None
     try:
@@ -209,6 +214,7 @@ def _new_folder(dst: Path) -> Generator[Path]:
         yield folder
         folder.chmod(0o777 & ~_umask())
         _sync_folder(folder)
+        _check_target(src, dst, force)  # once more: another conversion may have ended meanwhile
         _put_in_place(folder, dst)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -101,7 +101,8 @@ def _snapshot(name: str, revision: str | None, *, local: bool) -> Path | None:
         if local:
             return None
         raise ModelNotFoundError(
-            f"{name}: the hub cannot be reached, and the model is not in the cache"
+            f"{name}: the hub cannot be reached, and the model is not in the cache",
+            hint=f"if a folder is meant: there is none named {name} here",
         ) from None
     except GatedRepoError:
         raise ModelNotFoundError(

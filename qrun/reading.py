@@ -28,6 +28,16 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return prompt
 
 
+def check_writable(path: Path) -> None:
+    """Raises OSError for a file that cannot be written, before there is anything to write."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a"):
+        pass
+    if new:
+        path.unlink()
+
+
 def parse_bias(entries: tuple[str, ...]) -> dict[int, float]:
     bias: dict[int, float] = {}
     for entry in entries:

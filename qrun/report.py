@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,17 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
+def require_matplotlib() -> None:
+    """Raises where there is none."""
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib", hint='run: pip install "qrun[plot]"')
+
+
 def plot(measured: dict[str, Any], path: Path) -> None:
     """The roofline (Williams et al., 2009): operations a second over operations a byte."""
-    try:
-        import matplotlib  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise UsageError("--plot needs matplotlib", hint='run: pip install "qrun[plot]"') from None
+    require_matplotlib()
+    import matplotlib  # pyright: ignore[reportMissingImports]
+
     matplotlib.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 

@@ -292,6 +292,7 @@ def test_case_11_a_failing_template_is_one_line(cli: Run, tmp_path: Path) -> Non
         (("generate", "{model}", "-p", "x", "--stop", ""), 2, "must not be empty"),
         (("generate", "{model}", "-p", "", "--raw"), 2, "the prompt is empty"),
         (("generate", "./nowhere", "-p", "x"), 3, "./nowhere: no such folder"),
+        (("generate", "./nowhere", "-p", "x", "-t", "-1"), 2, "temperature must be 0, or lie in"),
         (("generate", "a b", "-p", "x"), 3, "no such folder"),
         (("generate", "{file}", "-p", "x"), 3, "is a file, not a model folder"),
     ],
@@ -305,6 +306,18 @@ def test_wrong_usage(
     quiet = ["-q"] if args[:1] == ("generate",) else []
     done = command(*(arg.format(**places) for arg in args), *quiet)
     assert_fails(done, code, message)
+
+
+def test_standard_output_that_is_closed(tiny_folder: Path) -> None:
+    """`qrun ... >&-`"""
+    command = f"exec {sys.executable} -m qrun generate {tiny_folder} -p x -n 1 --raw -q >&-"
+    done = subprocess.run(
+        ["/bin/sh", "-c", command], env=environment(), stderr=subprocess.PIPE, check=False
+    )
+    assert (done.returncode, done.stderr.decode()) == (
+        1,
+        "qrun: error: standard output is closed\n",
+    )
 
 
 def test_standard_input_that_is_no_text(cli: Run, tiny_folder: Path) -> None:

@@ -771,12 +771,26 @@ def test_refuses_other_files(tmp_path: Path) -> None:
 def test_existing_target(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(folder, out)
-    (out / "extra.txt").touch()
+    (out / "merges.txt").touch()
     with pytest.raises(UsageError, match="exists already"):
         convert(folder, out)
-    assert (out / "extra.txt").exists()
+    assert (out / "merges.txt").exists()
     convert(folder, out, bits=8, force=True)
-    assert not (out / "extra.txt").exists()
+    assert not (out / "merges.txt").exists()
+    assert result(out)[0]["quantization"]["bits"] == 8
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def test_what_ended_first_stays(folder: Path, tmp_path: Path) -> None:
+    """Another conversion makes the target while this one is under way."""
+    out = tmp_path / "out"
+
+    def meanwhile(phase: str, done: int, total: int) -> None:
+        if not out.exists():
+            convert(folder, out, bits=8)
+
+    with pytest.raises(UsageError, match="exists already"):
+        convert(folder, out, bits=4, progress=meanwhile)
     assert result(out)[0]["quantization"]["bits"] == 8
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
@@ -797,6 +811,12 @@ def test_force_does_not_delete_other_things(folder: Path, tmp_path: Path) -> Non
     with pytest.raises(UsageError, match="src is no part of a model"):
         convert(folder, project, force=True)
     assert (project / "src").is_dir()
+    out = tmp_path / "out"
+    convert(folder, out)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"notes\.txt is no part of a model"):
+        convert(folder, out, force=True)
+    assert (out / "notes.txt").read_text() == "mine"
 
 
 def test_matrices_that_a_group_does_not_divide_are_told(folder: Path, tmp_path: Path) -> None:
