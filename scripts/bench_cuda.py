@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun.ops import _cuda_attend, _cuda_mixture, _cuda_product, _cuda_rows
+from qrun.ops import _cuda_attend, _cuda_mixture, _cuda_product, _cuda_rows, _cuda_tiles
 from qrun.ops._cuda_launch import TYPES, Kernel, Output, ceil_div, run_by
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import Quantization
@@ -129,10 +129,10 @@ def qmv_cases() -> list[str]:
     for n, k in SHAPES:
         m = matrix(n, k)
         for rows in (1, 2, 4, 8, 16):
-            chosen = _cuda_product.qmv_tile(rows, n, k, 64)
-            others = [_cuda_product.QmvTile(chosen.rows, *t) for t in tiles[k]]
+            chosen = _cuda_tiles.qmv_tile(rows, n, k, 64)
+            others = [_cuda_tiles.QmvTile(chosen.rows, *t) for t in tiles[k]]
             for tile in dict.fromkeys([chosen, *others]):
-                if tile.shared(k, 64) > _cuda_product.SHARED // tile.blocks - 1024:
+                if tile.shared(k, 64) > _cuda_tiles.SHARED // tile.blocks - 1024:
                     continue
                 x = mx.zeros((rows, k), mx.bfloat16)
                 out.append(
@@ -152,7 +152,7 @@ def qmv_cases() -> list[str]:
 
 def qmm_cases() -> list[str]:
     """The tile that `qmm_tile` takes (marked), and others."""
-    mma, wgmma = _cuda_product.MmaTile, _cuda_product.WgmmaTile
+    mma, wgmma = _cuda_tiles.MmaTile, _cuda_tiles.WgmmaTile
     tiles: dict[int, tuple[Any, ...]] = {
         16: (mma(16, 1, 1, 8),),
         32: (mma(32, 1, 1, 8),),
@@ -257,10 +257,10 @@ def odd_cases() -> list[str]:
             )
         for rows in (17, 67, 131, 300):
             x = mx.zeros((rows, k), bf16)
-            tiles = [_cuda_product.mma_tile(rows, n, group)]
+            tiles = [_cuda_tiles.mma_tile(rows, n, group)]
             for tile in (
-                _cuda_product.WgmmaTile(16, 2, 4, 2, 2),
-                _cuda_product.WgmmaTile(64, 2, 6, 2),
+                _cuda_tiles.WgmmaTile(16, 2, 4, 2, 2),
+                _cuda_tiles.WgmmaTile(64, 2, 6, 2),
             ):
                 tiles += [tile] if ceil_div(k, 128) >= tile.splits else []
 

@@ -7,10 +7,11 @@ import mlx.core as mx
 from qrun.ops import _cuda_product as product
 from qrun.ops import _mlx
 from qrun.ops._cuda_launch import Shape, ceil_div, launch, matrix, pointer
+from qrun.ops._cuda_tiles import SMS, WGMMA_TILES, qmv_tile
 from qrun.ops.matrix import QuantizedMatrix
 
 FEW = 64  # pairs of a token and an expert that go one by one
-TILES = tuple(tile for tile in product.WGMMA_TILES if tile.bm <= 128)
+TILES = tuple(tile for tile in WGMMA_TILES if tile.bm <= 128)
 
 
 def route(
@@ -81,11 +82,11 @@ def _few(
     activation: str | None,
 ) -> mx.array:
     pairs, group, n = expert.size, m.spec.group_size, m.n // count
-    tile = product.qmv_tile(1, n, m.k, group, m.scale_dtype.size)
+    tile = qmv_tile(1, n, m.k, group, m.scale_dtype.size)
     epilogue, constants = product.epilogue_of(None, None, activation, 1.0, f"w_shape[0] / {count}")
     constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "WORDS": tile.words}
     constants |= {"TAKE": tile.take, "WARPS": tile.warps, "ROUNDS": tile.rounds(m.k)}
-    blocks = max(1, ceil_div(tile.blocks * product.SMS, pairs))
+    blocks = max(1, ceil_div(tile.blocks * SMS, pairs))
     return launch(
         "qmv/qmv.cuh",
         "qrun::Qmv<T, S, GROUP, 1, WORDS, TAKE, WARPS, ROUNDS>{x, w, scales, biases, "

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun.ops import _cuda, _cuda_product
+from qrun.ops import _cuda, _cuda_product, _cuda_tiles
 from qrun.ops._cuda_launch import Kernel, Output, run_by
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import MODES, Quantization
@@ -80,15 +80,15 @@ def _products(generation: int) -> None:
                 _cuda.qmv(mx.zeros((1, k), dtype), _matrix(m.spec, scales, k=k), **none)
             for rows in (16, 17, 33, 64, 128):  # one for each tile of mma
                 x = mx.zeros((rows, m.k), dtype)
-                tile = _cuda_product.mma_tile(rows, m.n, group)
+                tile = _cuda_tiles.mma_tile(rows, m.n, group)
                 _cuda_product._qmm(x, m, tile, **(none if dtype == f16 else all_behind(x)))
             _cuda_product._qmm(
                 mx.zeros((40, m.k), dtype),
                 _matrix(m.spec, scales, 32 * 4 * 132, 128),
-                _cuda_product.mma_tile(40, 32 * 4 * 132, group),
+                _cuda_tiles.mma_tile(40, 32 * 4 * 132, group),
                 **none,
             )
-            for tile in _cuda_product.WGMMA_TILES if dtype == scales and generation == 9 else ():
+            for tile in _cuda_tiles.WGMMA_TILES if dtype == scales and generation == 9 else ():
                 x = mx.zeros((40, m.k), dtype)
                 _cuda_product._qmm(x, m, tile, **(none if dtype == f16 else all_behind(x)))
                 if group == 64:
