@@ -48,6 +48,17 @@ static inline void store_cut(void* p, f32x16 a, f32x16 b) {
 static inline void store_rounded(void* p, f32x16 a, f32x16 b) {
   _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v));
 }
+// The same with a's and b's in turn.
+static inline void store_rounded_pairs(void* p, f32x16 a, f32x16 b) {
+  const __m512i turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(turns, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v)));
+}
+// Zero instead of what is at p where keep's bits are not set.
+static inline f32x16 load_if(uint16_t keep, const float* p) {
+  return {_mm512_maskz_loadu_ps(keep, p)};
+}
+static inline void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 static inline f32x16 rounded_to_bf16(f32x16 a) {
   const __m512i h = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(a.v));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(h, 16))};

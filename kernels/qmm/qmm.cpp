@@ -1,16 +1,20 @@
 // y = x @ w.T on a matrix unit (AMX). Without one, qmm is the register grid of qmv.cpp, swept over
 // panels of x. From small to large (drawing and counts in README.md):
 //
-//   tile    16 rows of x times 16 rows of w over 32 k. Codes are whole numbers and exact as
+//   dot     16 rows of x times 16 rows of w over 32 k. Codes are whole numbers and exact as
 //           bfloat16; a number of x is the sum of up to three of them (terms.cpp): their products
 //           all go into one tile of float32 sums.
-//   group   its sums go through L1 into vectors: acc += scale * sum + bias * x_sum
-//   panel   up to 320 k: the codes of a run of blocks, unpacked to bfloat16 (10 KB a block), while
-//           the terms of one tile of x stay in L1 (16 * 320 * 3 * 2 bytes) and pass all blocks.
-//   march   panels along k; the float sums wait in memory between panels.
+//   square  two tiles of x times two blocks of w. Four dots share four loads, and none waits the
+//           52 cycles that the one before it on the same sums takes.
+//   step    the dots of a group. Each tile of sums of the step before goes to L1 right before the
+//           first dot that begins it anew (the unit renames tiles, so neither waits), and between
+//           the dots that follow vectors add them up: acc += scale * sum + bias * x_sum
+//   march   a pair of tiles of x, their terms in L1, past up to 16 pairs of blocks, from L2
+//   panel   up to 128 k, 192 of a single term: the codes of those blocks are unpacked once and meet
+//           up to 16 tiles of x, whose float sums wait in L2.
 //
-// A dot instruction waits 52 cycles for the one before it on the same sums: two groups go side by
-// side. Two sets of two alternate: the unit works on one pair while the vectors finish the last.
+// With a single term (int8) and enough rows w is rounded too, to one bfloat16 scale * code + bias:
+// then a step is a whole panel.
 #include "../common/amx.h"
 #include "../common/epilogue.h"
 #include "../common/join.h"
@@ -24,120 +28,174 @@ const ProductTiled product_tiled = nullptr;
 
 #else
 
-constexpr int kPanel = 320;       // k
-constexpr int kRun = 8;           // blocks of w whose panels are unpacked together
-constexpr int kTilesAtOnce = 32;  // tiles of x whose sums wait between panels
+constexpr int kPanel = 192;       // k, at most
+constexpr int kPairs = 16;        // pairs of blocks of w whose panels are unpacked together
+constexpr int kTilesAtOnce = 16;  // tiles of x whose sums wait between panels
 
-// The sums of one group, or of two that follow each other; tiles 0, 1 or 2, 3.
-// x: (k/32, T, 16, 32), codes: (k/32, 16, 16 lanes, 2); `chunks` times 32 k are a group.
-template <int SET, int T, bool TWO>
-static inline void dot_groups(const char* x, const char* codes, int chunks) {
-  const size_t x_next = (size_t)chunks * T * kTileBytes, codes_next = (size_t)chunks * kTileBytes;
-#define QRUN_TERM(c0, c1, t)                        \
-  if constexpr (T > t) {                            \
-    QRUN_TILE_LOAD(4, x + t * kTileBytes);          \
-    QRUN_TILE_DOT(c0, 4, 6);                        \
-  }                                                 \
-  if constexpr (T > t && TWO) {                     \
-    QRUN_TILE_LOAD(5, x + x_next + t * kTileBytes); \
-    QRUN_TILE_DOT(c1, 5, 7);                        \
-  }
-#define QRUN_SET(c0, c1)                                      \
-  QRUN_TILE_ZERO(c0);                                         \
-  QRUN_TILE_ZERO(c1);                                         \
-  for (int c = 0; c < chunks; c++) {                          \
-    QRUN_TILE_LOAD(6, codes);                                 \
-    if constexpr (TWO) QRUN_TILE_LOAD(7, codes + codes_next); \
-    QRUN_TERM(c0, c1, 0)                                      \
-    QRUN_TERM(c0, c1, 1)                                      \
-    QRUN_TERM(c0, c1, 2)                                      \
-    x += T * kTileBytes;                                      \
-    codes += kTileBytes;                                      \
-  }
-  if constexpr (SET == 0) {
-    QRUN_SET(0, 1)
-  } else {
-    QRUN_SET(2, 3)
-  }
-#undef QRUN_SET
-#undef QRUN_TERM
-}
-
-template <int SET>
-static inline void store_sums(float (*sums)[kSums]) {
-  if constexpr (SET == 0) {
-    QRUN_TILE_STORE(0, sums[0]);
-    QRUN_TILE_STORE(1, sums[1]);
-  } else {
-    QRUN_TILE_STORE(2, sums[0]);
-    QRUN_TILE_STORE(3, sums[1]);
-  }
-}
-
-// acc (16, 16) += one group's sums, scaled. meta: (2, 16); its second row are the sums of x.
-static inline void add_group(f32x16 (&acc)[kUnitRows], const float* sums, const float* scales,
-                             const float* meta) {
-  const f32x16 scale = load(scales), bias = load(scales + kLanes);
-  QRUN_UNROLL
-  for (int r = 0; r < kUnitRows; r++) {
-    acc[r] = fma(scale, load(sums + r * kLanes), acc[r]);
-    acc[r] = fma(bias, splat(meta[kUnitRows + r]), acc[r]);
-  }
-}
+using Square = float[2][2][kSums];  // by tile of x and block of w
 
 struct Workspace {
-  alignas(64) char codes[kRun][kPanel * kLanes * 2];
-  alignas(64) float scales[kRun][kPanel / 32 * 2 * kLanes];
-  alignas(64) float waiting[kTilesAtOnce][kRun][kSums];
+  alignas(64) char codes[kPairs * kPanel / 32 * 2 * kTileBytes];  // (pair, k/32, block, 16, 16, 2)
+  alignas(64) float scales[kPairs][kPanel / 32][2][2][kLanes];    // by group, block: scale, bias
+  alignas(64) Square waiting[kTilesAtOnce / 2][kPairs];
+  alignas(64) float sums[4][kSums];
+  alignas(64) Square nowhere;  // what a march adds before it has sums
 };
 
-// One tile of x against `blocks` blocks of w over a panel of `groups` groups; their sums so far
-// wait, (blocks, 16, 16). The unit begins with a block before the vectors are done with the last.
-template <int T>
-static void march(const char* x, const float* meta, const Workspace& s, int blocks, int groups,
-                  int chunks, float (*waiting)[kSums]) {
-  alignas(64) float sums[2][kSums];
-  f32x16 acc[kUnitRows];
-  QRUN_UNROLL
-  for (int r = 0; r < kUnitRows; r++) acc[r] = splat(0);
-  const size_t x_step = (size_t)chunks * T * kTileBytes, codes_step = (size_t)chunks * kTileBytes;
-  const int pairs = (groups + 1) / 2, steps = blocks * pairs;
-  for (int i = 0, b = 0, g = 0, last_b = 0, last_g = 0; i <= steps; i++) {
-    if (i < steps) {
-      const char *xs = x + g * x_step, *codes = s.codes[b] + g * codes_step;
-      const bool two = g + 1 < groups;
-      if (i % 2 == 0)
-        two ? dot_groups<0, T, true>(xs, codes, chunks)
-            : dot_groups<0, T, false>(xs, codes, chunks);
-      else
-        two ? dot_groups<1, T, true>(xs, codes, chunks)
-            : dot_groups<1, T, false>(xs, codes, chunks);
-    }
-    if (i > 0) {
-      if (i % 2)
-        store_sums<0>(sums);
-      else
-        store_sums<1>(sums);
-      const int n = groups - last_g < 2 ? 1 : 2;
-      const float* scales = s.scales[last_b] + last_g * 2 * kLanes;
-      const float* x_sums = meta + last_g * 2 * kUnitRows;
-      for (int j = 0; j < n; j++)
-        add_group(acc, sums[j], scales + j * 2 * kLanes, x_sums + j * 2 * kUnitRows);
-      if (last_g + 2 >= groups) QRUN_UNROLL
-      for (int r = 0; r < kUnitRows; r++) {
-        float* sum = waiting[last_b] + r * kLanes;
-        store(sum, load(sum) + acc[r]);
-        acc[r] = splat(0);
-      }
-    }
-    last_b = b;
-    last_g = g;
-    g += 2;
-    if (g >= groups) {
-      g = 0;
-      b++;
+// Where the sums of a step belong.
+struct Step {
+  float* acc;           // a Square
+  const float* scales;  // (2 blocks, 2, 16)
+  const float* x_sums;  // of the first tile's rows; the second's are `next_tile` behind
+  size_t next_tile;
+  bool first;  // nothing waits in acc yet
+};
+
+// Adds the sums of a step, (XT tiles of x, 2 blocks, 16, 16), to acc, some rows at a time.
+template <int XT>
+class Fold {
+ public:
+  Fold(const Step& s, const float* sums)
+      : scale0_(load(s.scales)),
+        bias0_(load(s.scales + kLanes)),
+        scale1_(load(s.scales + 2 * kLanes)),
+        bias1_(load(s.scales + 3 * kLanes)),
+        acc_(s.acc),
+        sums_(sums),
+        x_sums0_(s.x_sums),
+        x_sums1_(s.x_sums + s.next_tile),
+        keep_(s.first ? 0 : 0xffff) {}
+
+  // What belongs behind dot AT of a step, if the first OF dots do it all: nothing behind those
+  // that begin the sums anew, before them the sums are still on their way to L1.
+  template <int AT, int OF>
+  void part() const {
+    constexpr int begin = 2 * XT, dots = OF - begin;
+    if constexpr (AT >= begin && AT < OF)
+      rows<kRows*(AT - begin) / dots, kRows*(AT - begin + 1) / dots>();
+  }
+  void all() const { rows<0, kRows>(); }
+
+ private:
+  static constexpr int kRows = XT * 2 * kUnitRows;
+
+  template <int FROM, int TO>
+  void rows() const {
+    tile<0, FROM, TO>(scale0_, bias0_, x_sums0_);
+    tile<1, FROM, TO>(scale1_, bias1_, x_sums0_);
+    if constexpr (XT == 2) {
+      tile<2, FROM, TO>(scale0_, bias0_, x_sums1_);
+      tile<3, FROM, TO>(scale1_, bias1_, x_sums1_);
     }
   }
+  template <int TILE, int FROM, int TO>
+  void tile(f32x16 scale, f32x16 bias, const float* x_sums) const {
+    constexpr int at = TILE * kUnitRows, from = FROM > at ? FROM : at,
+                  to = TO < at + kUnitRows ? TO : at + kUnitRows;
+    QRUN_UNROLL
+    for (int r = from; r < to; r++) {
+      f32x16 a = load_if(keep_, acc_ + r * kLanes);
+      a = fma(scale, load(sums_ + r * kLanes), a);
+      a = fma(bias, splat(x_sums[r - at]), a);
+      store(acc_ + r * kLanes, a);
+    }
+  }
+
+  f32x16 scale0_, bias0_, scale1_, bias1_;
+  float* acc_;
+  const float *sums_, *x_sums0_, *x_sums1_;
+  uint16_t keep_;
+};
+
+// The dots of one term of x over 32 k; AT: the first one's number within the step.
+template <int XT, int AT, int OF>
+static inline void term(const char* x0, const char* x1, float (*sums)[kSums], const Fold<XT>& f) {
+#define QRUN_DOT(c, x, w, i)     \
+  if constexpr (AT == 0) {       \
+    QRUN_TILE_STORE(c, sums[c]); \
+    QRUN_TILE_ZERO(c);           \
+  }                              \
+  QRUN_TILE_DOT(c, x, w);        \
+  f.template part<AT + i, OF>();
+  QRUN_TILE_LOAD(4, x0);
+  if constexpr (XT == 2) QRUN_TILE_LOAD(5, x1);
+  QRUN_DOT(0, 4, 6, 0)
+  QRUN_DOT(1, 4, 7, 1)
+  if constexpr (XT == 2) {
+    QRUN_DOT(2, 5, 6, 2)
+    QRUN_DOT(3, 5, 7, 3)
+  }
+#undef QRUN_DOT
+}
+
+template <int T, int XT, int CHUNK, int OF>
+static inline void chunk(const char* x0, const char* x1, const char* codes, float (*sums)[kSums],
+                         const Fold<XT>& f) {
+  constexpr int dots = 2 * XT, at = CHUNK * T * dots;
+  QRUN_TILE_LOAD(6, codes);
+  QRUN_TILE_LOAD(7, codes + kTileBytes);
+  term<XT, at, OF>(x0, x1, sums, f);
+  if constexpr (T > 1) term<XT, at + dots, OF>(x0 + kTileBytes, x1 + kTileBytes, sums, f);
+  if constexpr (T > 2)
+    term<XT, at + 2 * dots, OF>(x0 + 2 * kTileBytes, x1 + 2 * kTileBytes, sums, f);
+}
+
+// All dots of a step of `chunks` times 32 k; LONG: more than one. x0, x1: (chunks, T, 16, 32),
+// codes: (chunks, 2 blocks, 16, 16, 2). What `sums` gets and `f` adds are those of the step before.
+template <int T, int XT, bool LONG>
+static inline void step(const char* x0, const char* x1, const char* codes, int chunks,
+                        float (*sums)[kSums], const Fold<XT>& f) {
+  constexpr int x_next = T * kTileBytes, next = 2 * kTileBytes, of = (LONG ? 2 : 1) * T * 2 * XT;
+  chunk<T, XT, 0, of>(x0, x1, codes, sums, f);
+  if constexpr (LONG) {
+    chunk<T, XT, 1, of>(x0 + x_next, x1 + x_next, codes + next, sums, f);
+    for (int c = 2; c < chunks; c++)
+      chunk<T, XT, 2, of>(x0 + c * x_next, x1 + c * x_next, codes + c * next, sums, f);
+  }
+  if constexpr (of <= 2 * XT) f.all();
+}
+
+// What a march brings nearer for those who come next.
+struct Ahead {
+  const char* x;  // terms: of two tiles, `next_tile` bytes apart, this many lines a step of each
+  size_t next_tile;
+  int lines;
+  char* y;  // results: of this many rows, `row` bytes apart, `pair` bytes a pair of blocks
+  int rows;
+  size_t row, pair;
+};
+
+// XT tiles of x against `pairs` pairs of blocks over a panel of `steps` steps of `chunks` times 32
+// k. x_sums: of the first tile and step; `first`: the panel begins at k = 0.
+template <int T, int XT, bool LONG>
+static void march(const char* x0, const char* x1, const float* x_sums, size_t next_tile, bool first,
+                  Workspace& w, int pairs, int steps, int chunks, Square* waiting, Ahead ahead) {
+  const size_t x_step = (size_t)chunks * T * kTileBytes;
+  const char* codes = w.codes;
+  Step last{w.nowhere[0][0], w.scales[0][0][0][0], x_sums, next_tile, true};
+  for (int b = 0; b < pairs; b++) {
+    for (int r = 0; r < ahead.rows; r++)
+      for (size_t i = 0; i < ahead.pair; i += 64)
+        prefetch_to_write(ahead.y + r * ahead.row + b * ahead.pair + i);
+    for (int g = 0; g < steps; g++) {
+      for (int i = 0; i < ahead.lines; i++, ahead.x += 64) {
+        prefetch(ahead.x);
+        prefetch(ahead.x + ahead.next_tile);
+      }
+      const Fold<XT> fold(last, w.sums[0]);
+      step<T, XT, LONG>(x0 + g * x_step, x1 + g * x_step, codes, chunks, w.sums, fold);
+      codes += (size_t)chunks * 2 * kTileBytes;
+      last = {waiting[b][0][0], w.scales[b][g][0][0], x_sums + g * 2 * kUnitRows, next_tile,
+              first && g == 0};
+    }
+  }
+  QRUN_TILE_STORE(0, w.sums[0]);
+  QRUN_TILE_STORE(1, w.sums[1]);
+  if constexpr (XT == 2) {
+    QRUN_TILE_STORE(2, w.sums[2]);
+    QRUN_TILE_STORE(3, w.sums[3]);
+  }
+  Fold<XT>(last, w.sums[0]).all();
 }
 
 // A dword of eight 4-bit codes, or of four bytes, in every lane -> bfloat16, (16 lanes, 2) each.
@@ -164,56 +222,96 @@ static inline void unpack_dwords(const Matrix& w, i32x16 c, char* codes) {
   store_i(codes + 192, {_mm512_permutexvar_epi16(shr<12>(c).v, table)});
 }
 
-// Groups g0 .. g0+groups-1 of a block: codes as bfloat16, (k/2, 16 lanes, 2); scales and biases as
-// float32, (groups, 2, 16).
-static void unpack(const Matrix& w, int block, int g0, int groups, char* codes, float* scales) {
+// 64 bytes of codes as bfloat16 -> scale * code + bias, rounded.
+static inline void dequantize(char* codes, f32x16 scale, f32x16 bias) {
+  const i32x16 c = load_i(codes);
+  store_rounded_pairs(codes, fma(scale, float_of(shl<16>(c)), bias),
+                      fma(scale, cut_to_bf16(float_of(c)), bias));
+}
+
+// Groups g0 .. g0+groups-1 of a block: codes as bfloat16, (k/32, 16, 16 lanes, 2) two tiles apart;
+// scales and biases as float32, (groups, [2 blocks,] 2, 16). WHOLE: a single step, w itself.
+template <bool WHOLE>
+static void unpack(const Matrix& w, int block, int g0, int groups, char* codes,
+                   float (*scales)[2][2][kLanes]) {
   const uint8_t* p = w.data + block * w.block_bytes() + g0 * w.group_bytes();
   const size_t scales_bytes = kLanes * size_of(w.scales);
-  const int lines = (int)(w.codes_bytes() / 64), step = w.bits == 8 ? 128 : 256;
+  const int lines = (int)(w.codes_bytes() / 64), step = w.bits == 8 ? 2 : 4;
+  int row = 0;
   for (int g = 0; g < groups; g++) {
-    for (int i = 0; i < lines; i++, codes += step) {
+    const uint8_t* s = p + w.codes_bytes();
+    const f32x16 scale = load(s, w.scales), bias = load(s + scales_bytes, w.scales);
+    for (int i = 0; i < lines; i++, row += step) {
       prefetch(p + i * 64 + 8192);
-      unpack_dwords(w, load_i(p + i * 64), codes);
+      char* to = codes + row / 16 * 2 * kTileBytes + row % 16 * 64;
+      unpack_dwords(w, load_i(p + i * 64), to);
+      if constexpr (WHOLE)
+        for (int j = 0; j < step; j++) dequantize(to + j * 64, scale, bias);
     }
-    p += w.codes_bytes();
-    store(scales, load(p, w.scales));
-    store(scales + kLanes, load(p + scales_bytes, w.scales));
-    scales += 2 * kLanes;
-    p += 2 * scales_bytes;
+    p = s + 2 * scales_bytes;
+    store(scales[WHOLE ? 0 : g][0][0], WHOLE ? splat(1) : scale);
+    store(scales[WHOLE ? 0 : g][0][1], WHOLE ? splat(0) : bias);
   }
 }
 
-template <int T>
-static void run(const Matrix& w, const Digits& x, const Epilogue& e, int block0, int blocks,
-                int tile0, int tiles, Workspace& s) {
-  const int groups = w.k / w.group, chunks = w.group / kUnitDepth;
-  const int fit = kPanel / w.group, panels = (groups + fit - 1) / fit;
-  const int most = (groups + panels - 1) / panels;
-  for (int t = 0; t < tiles; t++)
-    for (int b = 0; b < blocks; b++)
-      for (int i = 0; i < kSums; i += 16) store(s.waiting[t][b] + i, splat(0));
-  for (int g = 0; g < groups; g += most) {
-    const int n = groups - g < most ? groups - g : most;
-    for (int b = 0; b < blocks; b++) unpack(w, block0 + b, g, n, s.codes[b], s.scales[b]);
-    for (int t = 0; t < tiles; t++) {
-      const char* terms =
-          (const char*)tile_digits(x, tile0 + t) + (size_t)g * chunks * T * kTileBytes;
-      const float* meta = tile_meta(x, tile0 + t) + (size_t)g * 2 * kUnitRows;
-      march<T>(terms, meta, s, blocks, n, chunks, s.waiting[t]);
+// Rows of one tile of x: their sums on the way to y. acc: of its first pair of blocks.
+static void finish_tile(const Matrix& w, const Digits& x, const Epilogue& e, int block0, int blocks,
+                        int tile, const float* acc) {
+  const float* factor = tile_meta(x, tile);
+  for (int r = 0; r < kUnitRows && tile * kUnitRows + r < x.m; r++) {
+    const size_t row = (size_t)tile * kUnitRows + r;
+    for (int b = 0; b < blocks; b += 2) {
+      const float* sums = acc + b / 2 * (sizeof(Square) / sizeof(float)) + r * kLanes;
+      const f32x16 a = load(sums) * splat(factor[r]);
+      if (b + 1 < blocks)
+        finish_two(e, w.n, block0 + b, row, a, load(sums + kSums) * splat(factor[r]));
+      else
+        finish(e, w.n, block0 + b, row, a);
     }
   }
-  for (int t = 0; t < tiles; t++) {
-    const float* factor = tile_meta(x, tile0 + t);
-    for (int r = 0; r < kUnitRows && (tile0 + t) * kUnitRows + r < x.m; r++)
-      for (int b = 0; b < blocks; b += 2) {
-        const size_t row = (size_t)(tile0 + t) * kUnitRows + r;
-        const f32x16 a = load(s.waiting[t][b] + r * kLanes) * splat(factor[r]);
-        if (b + 1 < blocks)
-          finish_two(e, w.n, block0 + b, row, a,
-                     load(s.waiting[t][b + 1] + r * kLanes) * splat(factor[r]));
-        else
-          finish(e, w.n, block0 + b, row, a);
+}
+
+template <int T, bool WHOLE>
+static void run(const Matrix& w, const Digits& x, const Epilogue& e, int block0, int blocks,
+                int tile0, int tiles, Workspace& s) {
+  const int groups = w.k / w.group, chunks = w.group / kUnitDepth, pairs = (blocks + 1) / 2;
+  const int fit = (WHOLE ? kPanel : 128) / w.group, panels = (groups + fit - 1) / fit;
+  const int most = (groups + panels - 1) / panels;
+  const int gated = e.activation != Activation::none;
+  const size_t next_terms = tile_digits(x, 1) - tile_digits(x, 0);
+  const size_t next_sums = tile_meta(x, 1) - tile_meta(x, 0);
+  const auto terms = [&](int t, int g) {
+    return (const char*)tile_digits(x, tile0 + t) + (size_t)g * chunks * T * kTileBytes;
+  };
+  for (int g = 0; g < groups; g += most) {
+    const int n = groups - g < most ? groups - g : most;
+    const bool last = g + n == groups;
+    const int steps = WHOLE ? 1 : n, depth = WHOLE ? n * chunks : chunks;
+    for (int b = 0; b < blocks; b++) {
+      char* codes = s.codes + ((size_t)(b / 2) * n * chunks * 2 + b % 2) * kTileBytes;
+      unpack<WHOLE>(w, block0 + b, g, n, codes, (float(*)[2][2][kLanes])s.scales[b / 2][0][b % 2]);
+    }
+    for (int t = 0; t < tiles; t += 2) {
+      const bool two = t + 1 < tiles;
+      Ahead ahead{
+          t + 2 < tiles ? terms(t + 2, g) : terms(0, g + n), next_terms, 0, nullptr, 0, 0, 0};
+      ahead.lines = n * chunks * T * kTileBytes / 64 / (pairs * steps) + 1;
+      if (last) {
+        const size_t row = (size_t)(tile0 + t) * kUnitRows, width = w.n >> gated;
+        ahead.y = (char*)at(e.y, e.type, row * width + (block0 * kLanes >> gated));
+        ahead.rows = two ? 2 * kUnitRows : kUnitRows;
+        ahead.row = width * size_of(e.type);
+        ahead.pair = (2 * kLanes >> gated) * size_of(e.type);
       }
+      const float* x_sums = tile_meta(x, tile0 + t) + (size_t)g * 2 * kUnitRows + kUnitRows;
+      const auto step = two         ? depth > 1 ? march<T, 2, true> : march<T, 2, false>
+                                : depth > 1 ? march<T, 1, true>
+                                    : march<T, 1, false>;
+      step(terms(t, g), two ? terms(t + 1, g) : nullptr, x_sums, next_sums, g == 0, s, pairs, steps,
+           depth, s.waiting[t / 2], ahead);
+      for (int i = 0; last && i <= two; i++)
+        finish_tile(w, x, e, block0, blocks, tile0 + t + i, s.waiting[t / 2][0][i][0]);
+    }
   }
 }
 
@@ -221,10 +319,14 @@ static void amx_product(const Matrix& w, const Digits& x, const Epilogue& e, int
                         int tile0, int tile1) {
   static thread_local Workspace space;
   configure_tiles();
-  const auto step = x.count == 1 ? run<1> : x.count == 2 ? run<2> : run<3>;
+  constexpr int pays = 4;  // tiles of x from which rounding w costs less than the steps it saves
+  const auto step = x.count == 3        ? run<3, false>
+                    : x.count == 2      ? run<2, false>
+                    : x.tiles() >= pays ? run<1, true>
+                                        : run<1, false>;
   for (int t = tile0; t < tile1; t += kTilesAtOnce)
-    for (int b = block0; b < block1; b += kRun)
-      step(w, x, e, b, block1 - b < kRun ? block1 - b : kRun, t,
+    for (int b = block0; b < block1; b += 2 * kPairs)
+      step(w, x, e, b, block1 - b < 2 * kPairs ? block1 - b : 2 * kPairs, t,
            tile1 - t < kTilesAtOnce ? tile1 - t : kTilesAtOnce, space);
   QRUN_TILES_DONE();
 }

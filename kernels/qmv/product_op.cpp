@@ -136,16 +136,23 @@ class Product : public CpuPrimitive {
     });
   }
 
-  // On a matrix unit a run of up to 8 blocks meets all of x: unpacking its codes must pay. Equal
-  // runs of an even number of blocks (gates and ups come in pairs), as many for each thread.
+  // On a matrix unit: tiles of x in shares of up to 16, w in runs of up to 16 pairs of blocks
+  // (gates and ups come in pairs), which qmm.cpp keeps in L2 together. Items that follow each other
+  // belong to different shares of x: with two shares and two threads each keeps its own.
   static void unit(const Kernels& run, const Matrix& w, const Digits& d, const Epilogue& e) {
-    const int pairs = (w.blocks() + 1) / 2, each = 4 * threads();
-    const int runs = std::min(pairs, (pairs + each - 1) / each * threads());
-    parallel(runs, 1, [&](int i0, int i1) {
+    constexpr int most = 16;
+    const int tiles = (d.tiles() + 1) / 2, shares = (d.tiles() + most - 1) / most;
+    const int pairs = (w.blocks() + 1) / 2, even = shares % threads() ? threads() : 1;
+    const int runs = std::min(pairs, (pairs + most * even - 1) / (most * even) * even);
+    const auto part = [](int whole, int i, int of) {
+      return static_cast<int>(static_cast<int64_t>(whole) * i / of) * 2;
+    };
+    parallel(shares * runs, 1, [&](int i0, int i1) {
       for (int i = i0; i < i1; i++) {
-        const int b0 = static_cast<int>(static_cast<int64_t>(pairs) * i / runs) * 2;
-        const int b1 = static_cast<int>(static_cast<int64_t>(pairs) * (i + 1) / runs) * 2;
-        run.product_tiled(w, d, e, b0, std::min(w.blocks(), b1), 0, d.tiles());
+        const int s = i % shares, r = i / shares;
+        run.product_tiled(w, d, e, part(pairs, r, runs),
+                          std::min(w.blocks(), part(pairs, r + 1, runs)), part(tiles, s, shares),
+                          std::min(d.tiles(), part(tiles, s + 1, shares)));
       }
     });
   }

@@ -91,7 +91,8 @@ void product(int rows, int n, int k, int bits, int group, int count, bool unit) 
   e.bias = bias.data();
   parallel(d.tiles(), 1, [&](int a, int b) { run.prepare(p, d, a, b); });
   const auto kernel = unit ? run.product_tiled : run.product;
-  parallel(w.m.blocks(), 1, [&](int a, int b) { kernel(w.m, d, e, a, b, 0, d.tiles()); });
+  const int step = unit ? 34 : 1;
+  parallel(w.m.blocks(), step, [&](int a, int b) { kernel(w.m, d, e, a, b, 0, d.tiles()); });
   for (int m = 0; m < rows; m++)
     for (int i = 0; i < n; i++) {
       double sum = bias[i], size = std::abs(bias[i]);
@@ -215,6 +216,12 @@ int main(int argc, char** argv) {
           product(rows, 37, 96, bits, 32, count, true);
           product(rows, 16, 640, bits, 64, count, true);
           product(rows, 150, 256, bits, 128, count, true);
+        }
+    if (kernels().product_tiled)
+      for (int bits : {4, 8})
+        for (int count : {1, 2, 3}) {
+          product(70, 37, 416, bits, 32, count, true);    // an odd number of tiles, several panels
+          product(280, 1100, 64, bits, 64, count, true);  // more of both than wait at once
         }
     attention(1, 0, 1, 3, false);
     attention(1, 600, 601, 3, false);
