@@ -51,7 +51,8 @@ struct Step {
   bool first;  // nothing waits in acc yet
 };
 
-// Adds the sums of a step, (XT tiles of x, 2 blocks, 16, 16), to acc, some rows at a time.
+// Adds the sums of a step, (XT tiles of x, 2 blocks, 16, 16), to acc, some rows at a time. Passed
+// by value: behind a reference g++ 12 keeps its vectors in memory.
 template <int XT>
 class Fold {
  public:
@@ -109,7 +110,7 @@ class Fold {
 
 // The dots of one term of x over 32 k; AT: the first one's number within the step.
 template <int XT, int AT, int OF>
-static inline void term(const char* x0, const char* x1, float (*sums)[kSums], const Fold<XT>& f) {
+static inline void term(const char* x0, const char* x1, float (*sums)[kSums], Fold<XT> f) {
 #define QRUN_DOT(c, x, w, i)     \
   if constexpr (AT == 0) {       \
     QRUN_TILE_STORE(c, sums[c]); \
@@ -130,7 +131,7 @@ static inline void term(const char* x0, const char* x1, float (*sums)[kSums], co
 
 template <int T, int XT, int CHUNK, int OF>
 static inline void chunk(const char* x0, const char* x1, const char* codes, float (*sums)[kSums],
-                         const Fold<XT>& f) {
+                         Fold<XT> f) {
   constexpr int dots = 2 * XT, at = CHUNK * T * dots;
   QRUN_TILE_LOAD(6, codes);
   QRUN_TILE_LOAD(7, codes + kTileBytes);
@@ -144,7 +145,7 @@ static inline void chunk(const char* x0, const char* x1, const char* codes, floa
 // codes: (chunks, 2 blocks, 16, 16, 2). What `sums` gets and `f` adds are those of the step before.
 template <int T, int XT, bool LONG>
 static inline void step(const char* x0, const char* x1, const char* codes, int chunks,
-                        float (*sums)[kSums], const Fold<XT>& f) {
+                        float (*sums)[kSums], Fold<XT> f) {
   constexpr int x_next = T * kTileBytes, next = 2 * kTileBytes, of = (LONG ? 2 : 1) * T * 2 * XT;
   chunk<T, XT, 0, of>(x0, x1, codes, sums, f);
   if constexpr (LONG) {
