@@ -41,7 +41,7 @@ LAUNCHES = 96  # in a graph at least, for few rows: what a replay costs by itsel
 ROUNDS = 9
 SLOW = 0.03  # seconds: who takes longer for a turn takes part in every third round only
 COMPILING = 270  # seconds at most, for humming
-ALLOWED = 0.05  # root mean square of the error, of the result's; MLX sums in 16 bits
+ALLOWED = 0.1  # root mean square of the error, of the result's; MLX sums in 16 bits
 
 
 @dataclass(frozen=True)
@@ -308,10 +308,14 @@ def measure(
             except Exception as error:
                 say(f"{name} at {matrix.n}x{matrix.k} M {rows}: {line(error)}")
         for n in range(ROUNDS):
-            for name, ((seconds, _), first) in turns.items():
+            for name, ((seconds, _), first) in list(turns.items()):
                 if first < SLOW or n % 3 == 0:
-                    us = seconds() / found.launches * 1e6
-                    found.samples.setdefault(name, []).append(us)
+                    try:
+                        us = seconds() / found.launches * 1e6
+                        found.samples.setdefault(name, []).append(us)
+                    except Exception as error:
+                        say(f"{name} at {matrix.n}x{matrix.k} M {rows}: {line(error)}")
+                        del turns[name]
             if clock() > end:
                 break
         yield found
@@ -364,13 +368,17 @@ def main() -> None:
         except Exception as error:
             say(f"{name} is left out: {line(error)}")
     found: list[Measured] = []
-    for each in measure(libraries, points, args.budget, say):
-        found.append(each)
-        mx.clear_cache()
-        if args.out:
-            report = {"device": device_name(), "notes": notes, "points": [*map(asdict, found)]}
-            args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(table(found, list(libraries)))
+    try:
+        for each in measure(libraries, points, args.budget, say):
+            found.append(each)
+            mx.clear_cache()
+            if args.out:
+                report = {"device": device_name(), "notes": notes, "points": [*map(asdict, found)]}
+                args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    finally:
+        print(table(found, list(libraries)))
+    worst = {name: max((f.errors.get(name, 0) for f in found), default=0) for name in libraries}
+    print("largest error:", ", ".join(f"{name} {error:.1e}" for name, error in worst.items()))
 
 
 if __name__ == "__main__":

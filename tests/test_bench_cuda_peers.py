@@ -149,6 +149,7 @@ def test_who_cannot_take_part_is_named(
     said = capsys.readouterr().out
     assert "humming is left out: ModuleNotFoundError: No module named 'torch'" in said
     assert "torch is left out" in said and "qrun is left out" in said
+    assert said.splitlines()[-1].startswith("largest error: mlx.core ")
     written = json.loads(out.read_text())
     assert [p["rows"] for p in written["points"]] == [1, 3]
     assert written["points"][0]["errors"]["mlx.core"] < 0.05
