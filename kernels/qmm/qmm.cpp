@@ -67,13 +67,15 @@ class Fold {
         x_sums1_(s.x_sums + s.next_tile),
         keep_(s.first ? 0 : 0xffff) {}
 
-  // What belongs behind dot AT of a step, if the first OF dots do it all: nothing behind those
-  // that begin the sums anew, before them the sums are still on their way to L1.
+  // What belongs behind dot AT of a step, if the first OF dots do it all. Behind the very first dot
+  // nothing: its sums are still on their way to L1.
   template <int AT, int OF>
   void part() const {
-    constexpr int begin = 2 * XT, dots = OF - begin;
-    if constexpr (AT >= begin && AT < OF)
-      rows<kRows*(AT - begin) / dots, kRows*(AT - begin + 1) / dots>();
+    if constexpr (AT >= 1 && AT < OF) {
+      constexpr int to = kRows * AT / (OF - 1);
+      static_assert(to <= kUnitRows * (AT + 1), "sums are added before they are stored");
+      rows<kRows*(AT - 1) / (OF - 1), to>();
+    }
   }
   void all() const { rows<0, kRows>(); }
 
@@ -153,7 +155,6 @@ static inline void step(const char* x0, const char* x1, const char* codes, int c
     for (int c = 2; c < chunks; c++)
       chunk<T, XT, 2, of>(x0 + c * x_next, x1 + c * x_next, codes + c * next, sums, f);
   }
-  if constexpr (of <= 2 * XT) f.all();
 }
 
 // What a march brings nearer for those who come next.
