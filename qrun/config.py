@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -25,8 +26,25 @@ def refuse_impostors(path: Path, first: bytes) -> None:
         raise CheckpointError(f"{path} is a web page, not the file", hint=AGAIN)
 
 
+def refuse_devices(path: Path) -> None:
+    """Raise for a pipe, a socket or a device under a file's name: reading it might never end."""
+    kinds = {
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    try:
+        kind = kinds.get(stat.S_IFMT(path.stat().st_mode))
+    except OSError:
+        return  # whoever opens it says what is wrong
+    if kind:
+        raise CheckpointError(f"{path} is {kind}, not a file", hint=AGAIN)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError naming the file and the fault."""
+    refuse_devices(path)
     try:
         text = path.read_text(encoding="utf-8-sig")  # Windows editors put a mark in front
     except FileNotFoundError:

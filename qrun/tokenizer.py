@@ -10,7 +10,7 @@ from typing import Any, cast
 import tokenizers
 
 from qrun.chat import Message, find_template, render
-from qrun.config import AGAIN, read_json, refuse_impostors
+from qrun.config import AGAIN, read_json, refuse_devices, refuse_impostors
 from qrun.errors import CheckpointError, UsageError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -31,6 +31,7 @@ class Tokenizer:
                 if other
                 else "download tokenizer.json and tokenizer_config.json too",
             )
+        refuse_devices(path)
         try:
             self.inner: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception

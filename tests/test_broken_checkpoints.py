@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,22 @@ def as_folder(name: str) -> Break:
     return change
 
 
+def pipe(name: str) -> Break:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def device(name: str) -> Break:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to("/dev/zero")
+
+    return change
+
+
 def dangling(folder: Path) -> None:
     (folder / SINGLE).unlink()
     (folder / SINGLE).symlink_to(folder / "no blob")
@@ -110,6 +127,8 @@ SHARDED: dict[str, tuple[Break, str, str]] = {
     "shard lfs": (content(SECOND, LFS), f"{SECOND} is a git-lfs pointer", "git lfs pull"),
     "shard html": (content(SECOND, HTML), f"{SECOND} is a web page", AGAIN),
     "index missing": (gone(INDEX), f"but no {INDEX}", f"download {INDEX} again"),
+    "index a pipe": (pipe(INDEX), f"{INDEX} is a pipe, not a file", AGAIN),
+    "shard a pipe": (pipe(SECOND), f"{SECOND} is a pipe, not a file", AGAIN),
     "index lfs": (content(INDEX, LFS), f"{INDEX} is a git-lfs pointer", "git lfs pull"),
     "index empty": (content(INDEX, b""), f"{INDEX} is empty", AGAIN),
     "index without a map": (content(INDEX, b"{}"), "weight_map is missing or empty", AGAIN),
@@ -149,6 +168,17 @@ WHOLE: dict[str, tuple[Break, str, str]] = {
         AGAIN,
     ),
     "weights a folder": (as_folder(SINGLE), f"{SINGLE} cannot be read: Is a directory", AGAIN),
+    "weights a pipe": (pipe(SINGLE), f"{SINGLE} is a pipe, not a file", AGAIN),
+    "weights a device": (device(SINGLE), f"{SINGLE} is a device, not a file", AGAIN),
+    "config a pipe": (pipe("config.json"), "config.json is a pipe", AGAIN),
+    "tokenizer a pipe": (pipe("tokenizer.json"), "tokenizer.json is a pipe", AGAIN),
+    "tokenizer a device": (device("tokenizer.json"), "tokenizer.json is a device", AGAIN),
+    "template a pipe": (pipe("chat_template.jinja"), "chat_template.jinja is a pipe", AGAIN),
+    "tokenizer config a pipe": (
+        pipe("tokenizer_config.json"),
+        "tokenizer_config.json is a pipe",
+        AGAIN,
+    ),
     "blob missing": (dangling, f"{SINGLE} cannot be read: No such file", AGAIN),
     "config missing": (gone("config.json"), "config.json is missing", "a model's folder"),
     "config empty": (content("config.json", b""), "config.json is empty", AGAIN),
@@ -295,8 +325,9 @@ def test_what_is_no_folder(name: str, said: str, remedy: str, tmp_path: Path, co
     [
         (config(eos_token_id=10**6), "stop tokens that are none of the tokenizer's 273: 1000000"),
         (template("{% if %}"), "chat template is broken"),
-        (template("{{ raise_exception('pairs') }}"), "fails: pairs (for a single message)"),
+        (template("{{ raise_exception('pairs') }}"), "refuses: pairs (for a single message)"),
         (content("generation_config.json", b"{"), "ignored: "),
+        (pipe("generation_config.json"), "generation_config.json is a pipe"),
         (copied(SINGLE, "consolidated.safetensors"), ""),
         (
             lambda f: content("config.json", b"\xef\xbb\xbf" + (f / "config.json").read_bytes())(f),

@@ -768,6 +768,16 @@ def test_refuses_other_files(tmp_path: Path) -> None:
         convert(tmp_path / "pytorch_model.bin", tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "m.gguf"])
+def test_a_pipe_in_a_files_place_is_named(name: str, folder: Path, tmp_path: Path) -> None:
+    """Opening one would wait for a writer."""
+    path = folder / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=f"{name} is a pipe, not a file"):
+        convert(path if name == "m.gguf" else folder, tmp_path / "out")
+
+
 def test_existing_target(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(folder, out)
