@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qrun.encoding import DTYPES, Job, Wishes, plan, quantization_entries
+from qrun.encoding import DTYPES, Job, Wishes, plan, quantization_entries, stored_bits
 from qrun.errors import CheckpointError, QrunError, UsageError
 from qrun.gguf import is_gguf
 from qrun.gguf_models import read_gguf
@@ -71,8 +71,10 @@ def convert(
 
     A GGUF keeps its integers where they are affine ones already; matrices of its other block types
     are quantized anew (4 bits, groups of 32), float ones only if `bits`, `group_size`, `mode` or
-    `recipe` is given. A folder is quantized to 4 bits in groups of 64. A recipe gives more bits to
-    embedding and head, and to down_proj and v_proj in the first and last eighth of the layers.
+    `recipe` is given. A folder is quantized to 4 bits in groups of 64. Another `group_size` alone
+    leaves affine integers their number of bits. Where it does not divide a matrix, the largest
+    smaller one does. A recipe gives more bits to embedding and head, and to down_proj and v_proj in
+    the first and last eighth of the layers.
 
     `dtype` is that of everything dense and of the scales (those kept from a GGUF stay float16
     where bfloat16 would round them). Left out, it is the source's 16-bit type, and float16 for a
@@ -113,7 +115,7 @@ def convert(
         quantized=sum(job.spec is not None and not job.keep for job in jobs),
         dense=sum(job.spec is None for job in jobs),
         formats=_formats(jobs),
-        notes=(*source.notes, *_left_dense(jobs, wishes)),
+        notes=(*source.notes, *_notes(jobs, wishes)),
     )
 
 
@@ -169,22 +171,29 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _left_dense(jobs: Sequence[Job], wishes: Wishes) -> list[str]:
-    """A note on matrices that the group size does not divide, so that nobody is surprised."""
+def _notes(jobs: Sequence[Job], wishes: Wishes) -> list[str]:
+    """What came out otherwise than was asked, or than one would think."""
+    notes: list[str] = []
+    matrices = [job for job in jobs if len(job.tensor.shape) > 1]
     group = wishes.group_size
-    if group is None:
-        return []
-    left = [
-        job.tensor
-        for job in jobs
-        if job.spec is None and len(job.tensor.shape) > 1 and job.tensor.width % group
-    ]
-    if not left:
-        return []
-    return [
-        f"{len(left)} matrices stay dense: groups of {group} do not divide "
-        f"{left[0].width}, the width of {left[0].name}"
-    ]
+    asked = [j.tensor for j in matrices if group is not None and j.tensor.width % group]
+    left = [job.tensor for job in matrices if job.spec is None and job.tensor in asked]
+    smaller = [job.tensor for job in matrices if job.spec is not None and job.tensor in asked]
+    for tensors, what in ((smaller, "have smaller groups"), (left, "stay dense")):
+        if tensors:
+            notes.append(
+                f"{len(tensors)} matrices {what}: {group} does not divide "
+                f"{tensors[0].width}, the width of {tensors[0].name}"
+            )
+    if (wishes.bits, wishes.mode, wishes.recipe) == (None, None, None):
+        lossy = [j for j in matrices if j.spec and j.spec.bits < stored_bits(j.tensor)]
+        for kind in sorted({job.tensor.stored for job in lossy}):
+            some = [job for job in lossy if job.tensor.stored == kind]
+            notes.append(
+                f"{len(some)} matrices of {kind} have become {some[0].spec}: --bits, or a --recipe, "
+                "keeps more"
+            )
+    return notes
 
 
 def _check_target(src: Path, dst: Path, force: bool) -> None:

@@ -168,6 +168,8 @@ def test_q6_k_is_quantized_anew(make: Callable[..., Path], tmp_path: Path) -> No
     config, tensors = result(tmp_path / "out")
     assert (report.kept, report.quantized) == (0, 15)
     assert config["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
+    assert report.notes[-1].startswith("15 matrices of Q6_K have become affine 4-bit, group 32: ")
+    assert convert(src, tmp_path / "six", bits=6).notes == report.notes[:-1]
     for name, value in expected_gguf(src).items():
         if tensors[name].dtype == "U32":
             error = np.abs(dequantized(config, tensors, name) - value).reshape(-1, 32)
@@ -224,8 +226,26 @@ def test_asking_overrules_keeping(make: Callable[..., Path], tmp_path: Path) -> 
     src = make("Q8_0")
     assert convert(src, tmp_path / "a", bits=8).kept == 15
     report = convert(src, tmp_path / "b", bits=4, group_size=64)
-    assert (report.kept, report.quantized, report.dense) == (0, 13, 7)  # inner 96 has no 64s
+    assert (report.kept, report.quantized, report.dense) == (0, 15, 5)
+    # inner 96 has no 64s
+    assert report.notes[-1].startswith("2 matrices have smaller groups: 64 does not divide 96, the")
+    config, _ = result(tmp_path / "b")
+    down = config["quantization"]["model.layers.0.mlp.down_proj"]
+    assert down == {"group_size": 32, "bits": 4, "mode": "affine"}
     assert convert(src, tmp_path / "c", mode="mxfp4").quantized == 15
+
+
+def test_another_group_size_costs_no_bits(make: Callable[..., Path], tmp_path: Path) -> None:
+    src = make("Q8_0", hidden=64, inner=128)
+    report = convert(src, tmp_path / "out", group_size=64)
+    config, tensors = result(tmp_path / "out")
+    assert config["quantization"] == {"group_size": 64, "bits": 8, "mode": "affine"}
+    assert (report.quantized, report.notes) == (15, ())
+    for name, value in expected_gguf(src).items():
+        if tensors[name].dtype == "U32":
+            error = np.abs(dequantized(config, tensors, name) - value).reshape(-1, 64)
+            spread = np.ptp(value.reshape(-1, 64), axis=1)
+            assert (error.max(axis=1) <= spread / 255 * 1.5).all()  # scales are float16
 
 
 def test_bfloat16_leaves_exact_scales_alone(make: Callable[..., Path], tmp_path: Path) -> None:
@@ -831,7 +851,17 @@ def test_force_does_not_delete_other_things(folder: Path, tmp_path: Path) -> Non
 
 def test_matrices_that_a_group_does_not_divide_are_told(folder: Path, tmp_path: Path) -> None:
     report = convert(folder, tmp_path / "out", group_size=128)
-    assert (report.dense > 0) == any("groups of 128 do not divide" in n for n in report.notes)
+    odd = "97, the width of model.layers.0.mlp.odd.weight"
+    assert report.notes == (f"1 matrices stay dense: 128 does not divide {odd}",)
+
+
+def test_a_group_that_does_not_divide_makes_no_larger_model(
+    make: Callable[..., Path], tmp_path: Path
+) -> None:
+    src = make("Q4_1", hidden=64, inner=128)
+    report = convert(src, tmp_path / "out", group_size=128)
+    assert report.notes[-1].startswith("13 matrices have smaller groups: 128 does not divide 64, ")
+    assert report.nbytes < convert(src, tmp_path / "default").nbytes
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])
