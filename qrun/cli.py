@@ -225,7 +225,7 @@ def convert(
         dtype=dtype,
         recipe=recipe,
         force=force,
-        progress=printing.progress_bar() if sys.stderr.isatty() and not quiet else None,
+        progress=None if quiet else printing.progress_bar(),
     )
     if not quiet:
         lines = [

@@ -186,11 +186,11 @@ def _notes(jobs: Sequence[Job], wishes: Wishes) -> list[str]:
                 f"{tensors[0].width}, the width of {tensors[0].name}"
             )
     if (wishes.bits, wishes.mode, wishes.recipe) == (None, None, None):
-        lossy = [j for j in matrices if j.spec and j.spec.bits < stored_bits(j.tensor)]
+        lossy = [job for job in matrices if job.spec and job.spec.bits < stored_bits(job.tensor)]
         for kind in sorted({job.tensor.stored for job in lossy}):
             some = [job for job in lossy if job.tensor.stored == kind]
             notes.append(
-                f"{len(some)} matrices of {kind} have become {some[0].spec}: --bits, or a --recipe, "
+                f"{len(some)} matrices of {kind} have become {some[0].spec}: --bits or --recipe "
                 "keeps more"
             )
     return notes

@@ -154,7 +154,11 @@ class Job:
 
 
 def _quantize(values: npt.NDArray[np.float32], spec: Quantization) -> list[Array]:
-    """MLX's own quantization of rows (R, K), on the CPU whatever the default device is."""
+    """MLX's quantization of rows (R, K), on the CPU whatever the default device is."""
+    if spec.mode in ("mxfp4", "nvfp4"):
+        from qrun.microscaling import quantize_fp4
+
+        return list(quantize_fp4(values, spec.mode))
     import mlx.core as mx  # here, because a GGUF that is kept as it is needs no MLX
 
     with mx.stream(mx.cpu):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from itertools import groupby
@@ -143,14 +144,24 @@ def status_line(show: bool) -> Callable[[str], None]:
     return line
 
 
+SELDOM = 10.0  # seconds between lines where there is no terminal
+
+
 def progress_bar() -> Callable[[str, int, int], None]:
-    """A callback (phase, done, total) that keeps one line on stderr up to date."""
+    """A callback (phase, done, total): a bar on stderr, or a line now and then if no terminal."""
+    terminal = sys.stderr.isatty()
+    told = time.monotonic()
 
     def show(phase: str, done: int, total: int) -> None:
+        nonlocal told
         share = done / total if total else 1.0
-        bar = "#" * int(30 * share)
-        click.echo(f"\r{phase:12} [{bar:30}] {share:4.0%}", nl=False, err=True)
-        if done >= total:
-            click.echo(err=True)
+        if terminal:
+            bar = "#" * int(30 * share)
+            click.echo(f"\r{phase:12} [{bar:30}] {share:4.0%}", nl=False, err=True)
+            if done >= total:
+                click.echo(err=True)
+        elif time.monotonic() - told >= SELDOM:
+            told = time.monotonic()
+            click.echo(f"{phase} {share:4.0%}", err=True)
 
     return show

@@ -21,6 +21,8 @@ from qrun.errors import CheckpointError, QrunError, UsageError
 from qrun.gguf import open_gguf
 from qrun.gguf_config import llama3_factors
 from qrun.gguf_models import half_split_order
+from qrun.microscaling import quantize_fp4
+from qrun.quantization import Quantization, dequantize_ref
 from tests.gguf_writer import random_blocks, reference, tiny_gguf, write_gguf
 
 
@@ -539,6 +541,31 @@ def test_folder_equals_mx_quantize(
     assert (f"{name}.biases" in tensors) == (mode == "affine")
     config = result(tmp_path / "out")[0]
     assert config["quantization"] == {"group_size": group, "bits": bits, "mode": mode}
+
+
+@pytest.mark.parametrize(("mode", "group"), [("mxfp4", 32), ("nvfp4", 16)])
+@pytest.mark.parametrize("shape", [(1, 32), (129, 1024), (5, 4864)])
+def test_fp4_is_mlx_s(mode: str, group: int, shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(3)
+    values = rng.normal(size=shape) * np.exp2(rng.integers(-5, 6, (shape[0], 1)))
+    values[0, :32] = (0, 0.25, 0.75, -0.0, -0.2, -5, 6, 2.5, *(1.25, 1.75, 3.5, -6) * 6)
+    values[-1, -32:] = 0
+    ours = quantize_fp4(values.astype(np.float32), mode)
+    theirs = mx.quantize(mx.array(values, mx.float32), group, 4, mode, stream=mx.cpu)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, np.array(b))
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-30, 3e38])
+def test_fp4_at_the_ends_of_float32(mode: str, size: float) -> None:
+    """MLX makes NaN of the smallest."""
+    values = np.full((1, 32), size, np.float32)
+    w, scales = quantize_fp4(values, mode)
+    found = dequantize_ref(w, scales, None, Quantization(4, 32 if mode == "mxfp4" else 16, mode))
+    assert np.isfinite(found).all()
+    assert (found <= 1.25 * values.astype(np.float64)).all()
+    assert mode == "nvfp4" or abs(found - values).max() <= max(size / 4, 1e-38)
 
 
 @pytest.mark.parametrize(
