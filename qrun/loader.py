@@ -105,13 +105,13 @@ def load(
         raise UsageError(f"activations must be default, exact or int8, not {activations!r}")
     if activations != "default" and _launch.backend().NAME != "cpu":
         raise UsageError(f"activations={activations}: only the CPU's own kernels have a choice")
+    context = config.int("max_position_embeddings", 2048)
     with sparing():
-        tokenizer = Tokenizer(folder)  # first: weights fill the holes that reading it leaves
+        tokenizer = Tokenizer(folder, context)  # first: weights fill the holes it leaves
         weights = Weights(checkpoint, Declared(config), compute, activations=activations)
         built = build(config, weights)  # a matrix is packed while the next ones are read
         weights.finish(folder)
         mx.synchronize()
-    context = config.int("max_position_embeddings", 2048)
     notes = grouped(weights.slow)
     if weights.dtype != compute:
         notes.append("computed in bfloat16: the model leaves float16's range")

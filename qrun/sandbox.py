@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
-from jinja2 import TemplateRuntimeError, nodes
+from jinja2 import nodes
 from jinja2.compiler import CodeGenerator
+from jinja2.exceptions import TemplateRuntimeError
 from jinja2.ext import loopcontrols
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-BUDGET = 1 << 28  # characters
+BUDGET = 1 << 28  # characters, and a number of times those of the messages
+TIMES = 64
 STEP = 1024  # what a turn of a loop or a call costs beside the text it may print
 SECONDS = 5.0
 WIDEST = 1 << 20  # of a text padded to a width
@@ -59,7 +61,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     code_generator_class = _Compiler
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self, template: str) -> None:
+    def __init__(self, template: str, given: int) -> None:
+        """given: characters of the messages."""
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -70,7 +73,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self._filters = {name: self._limited(name, f) for name, f in self.filters.items()}
         self.filters = self._filters | {"counted": self.counted}
-        self._left = BUDGET
+        self._left = BUDGET + TIMES * given
         self._end = time.monotonic() + SECONDS
         self._template = template
 
