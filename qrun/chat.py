@@ -90,9 +90,12 @@ class _RefusedError(Exception):
 def _check(messages: Sequence[Message]) -> None:
     """Raise UsageError for what no template could read."""
     for message in cast("Sequence[Any]", messages):
-        if not isinstance(message, Mapping) or not isinstance(
-            cast("Message", message).get("role"), str
-        ):
+        ok = isinstance(message, Mapping)
+        if ok:
+            role, content = (cast("Message", message).get(key) for key in ("role", "content"))
+            ok = isinstance(role, str) and isinstance(content, (str, list, tuple, type(None)))
+            ok = ok and (content is not None or len(cast("Message", message)) > 1)
+        if not ok:
             raise UsageError(f"a message is a mapping with role and content, not {message!r:.80}")
 
 

@@ -89,8 +89,12 @@ def load(
     Raises ModelNotFoundError or CheckpointError, each in one line that names the file.
     """
     start = time.perf_counter()
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
+    if tune not in (None, False, True):
+        raise UsageError(f"tune must be None, False or True, not {tune!r:.80}")
+    if not callable(show):
+        raise UsageError(f"show must be a function of a line, not {show!r:.80}")
     if tune and not _launch.can_tune():
         raise UsageError(f"{_launch.backend().NAME} has no kernels to choose from: nothing to tune")
     _launch.show_by(show)

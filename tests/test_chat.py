@@ -73,7 +73,17 @@ def test_raise_exception_keeps_its_message() -> None:
         render("{{ raise_exception('only pairs of turns') }}", HELLO, SPECIAL)
 
 
-@pytest.mark.parametrize("message", ["hello", 7, {"content": "hello"}, {"role": 1}])
+@pytest.mark.parametrize(
+    "message",
+    [
+        "hello",
+        7,
+        {"content": "hello"},
+        {"role": 1},
+        {"role": "user"},
+        {"role": "user", "content": 5},
+    ],
+)
 def test_what_is_no_message_is_the_callers_mistake(message: Any) -> None:
     with pytest.raises(UsageError, match="a message is a mapping with role and content"):
         render(CHATML, [message], SPECIAL)
