@@ -106,7 +106,8 @@ class Config:
         """A whole number from `least` to `most`."""
         value = self.raw(key)
         ok = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-        limit = f"{least} or more" if most == (1 << 31) - 1 else f"{least} to {most}"
+        small = most == (1 << 31) - 1 and not (isinstance(value, int) and value > most)
+        limit = f"{least} or more" if small else f"{least} to {most}"
         return self._typed(key, f"a whole number, {limit}", ok, default)
 
     def float(self, key: str, default: float | None = None) -> float:

@@ -15,12 +15,12 @@ from typing import Any, Protocol, get_args
 
 import mlx.core as mx
 
-from qrun.cache import Cache, CacheSpec
+from qrun.cache import Cache, CacheSpec, cache_bytes
 from qrun.checkpoint import Checkpoint, Tensor
 from qrun.config import Config, read_json
 from qrun.declared import Declared
 from qrun.errors import CheckpointError, UsageError
-from qrun.hardware import sparing
+from qrun.hardware import memory_size, sparing
 from qrun.hub import locate
 from qrun.ops import _launch
 from qrun.ops.matrix import Activations
@@ -64,7 +64,14 @@ class LoadedModel:
     notes: list[str] = field(default_factory=list[str])  # for --verbose
 
     def new_cache(self, capacity: int) -> Cache:
-        """An empty cache with room for `capacity` positions."""
+        """An empty cache with room for `capacity` positions. Raises UsageError for far too many."""
+        need, room = cache_bytes(self.model.cache_specs, capacity, self.dtype), memory_size()
+        if need > room:
+            raise UsageError(
+                f"a text of {capacity} tokens takes {need / 1e9:.1f} GB of cache, and there are "
+                f"{room / 1e9:.1f} GB here",
+                hint="ask for fewer tokens: --max-tokens, or max_tokens",
+            )
         return Cache(self.model.cache_specs, capacity, self.dtype)
 
 

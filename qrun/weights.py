@@ -115,6 +115,7 @@ class Weights:
         of its heads if rows 2i and 2i+1 of a head are to come to lie at i and i + D/2, else 0.
         Parts whose formats differ stay separate (right, slower).
         """
+        self._refuse_endless(names[0], sum(n))
         parts = [self._part(name, rows, k, bias) for name, rows in zip(names, n, strict=True)]
         if pairs is not None and not self._root.problems:
             parts = [
@@ -139,6 +140,7 @@ class Weights:
 
         names: the pairs (A, B). Two of them, gate and up, become one with their rows interleaved.
         """
+        self._refuse_endless(names[0][0], count * n * len(names))
         parts = [self._expert_part(a, b, count, n, k) for a, b in names]
         path = f"{self.prefix}{{{','.join(a for a, _ in names)}}}"
         if len(parts) == 2:
@@ -229,6 +231,13 @@ class Weights:
                 f"the weights are not those that config.json describes: "
                 f"{'; '.join(problems[:SHOWN])}; and at least {ENOUGH - SHOWN} more",
                 hint=MISFIT,
+            )
+
+    def _refuse_endless(self, name: str, rows: int) -> None:
+        """Raise for a matrix that no array could be: MLX counts to 2**31."""
+        if rows >= 1 << 31:
+            raise CheckpointError(
+                f"{self.prefix}{name}: by config.json this matrix has {rows} rows", hint=MISFIT
             )
 
     def _take(self, name: str, shape: tuple[int, ...] | None) -> mx.array | None:

@@ -199,6 +199,20 @@ WHOLE: dict[str, tuple[Break, str, str]] = {
     "too few layers": (config(num_hidden_layers=1), "is unexpected", MISFIT),
     "vocabulary": (config(vocab_size=100), "has shape [352, 16], must be [100, 16]", MISFIT),
     "heads": (config(num_attention_heads=3), "no multiple of", "download config.json again"),
+    "context without end": (
+        config(max_position_embeddings=10**12),
+        "max_position_embeddings must be a whole number, 1 to 2147483647, but is 1000000000000",
+        AGAIN,
+    ),
+    "layers without end": (config(num_hidden_layers=10**9), "a whole number, 1 to 10000", AGAIN),
+    "vocabulary without end": (config(vocab_size=10**12), "vocab_size must be a whole", AGAIN),
+    "rows without end": (config(intermediate_size=2**31 - 1), "has 4294967294 rows", MISFIT),
+    "hidden without end": (config(hidden_size=10**9), "hidden_size must be a whole number", AGAIN),
+    "heads without end": (
+        config(hidden_size=1 << 20, num_attention_heads=2, num_key_value_heads=2, head_dim=None),
+        "hidden_size 1048576 in 2 heads: heads have 65536 at most",
+        "config.json",
+    ),
     "context": (config(max_position_embeddings=0), "max_position_embeddings must be", AGAIN),
     "bits": (
         config(quantization={"bits": 8, "group_size": 32}),

@@ -89,6 +89,13 @@ def test_case_07_a_malformed_generation_config_is_a_warning(broken: str, tmp_pat
     assert model.eos
 
 
+def test_a_text_that_no_memory_holds_is_a_usage_error(tmp_path: Path) -> None:
+    model = load(tiny(tmp_path, config={"max_position_embeddings": 2**31 - 1}))
+    with pytest.raises(UsageError, match=r"a text of 2147483646 tokens takes \d+\.\d GB of cache"):
+        qrun.generate(model, [1], max_tokens=2**31 - 3)
+    assert len(qrun.generate(model, [1], max_tokens=2).tokens) <= 2
+
+
 @pytest.mark.parametrize("n", [0, 1, 2, 5])
 def test_case_09_max_tokens(n: int, endless: LoadedModel) -> None:
     result = qrun.generate(endless, IDS, max_tokens=n)
