@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import textwrap
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +27,7 @@ from qrun.gguf_config import llama3_factors
 from qrun.gguf_models import half_split_order
 from qrun.microscaling import quantize_fp4
 from qrun.quantization import Quantization, dequantize_ref
+from tests.conftest import ROOT
 from tests.gguf_writer import random_blocks, reference, tiny_gguf, write_gguf
 
 
@@ -909,6 +914,65 @@ def test_interruption_leaves_nothing(
         convert(folder, out, bits=8, force=existing, progress=interrupt)
     assert {p: p.read_bytes() for p in out.glob("*")} == before
     assert sorted(os.listdir(tmp_path)) == (["in", "out"] if existing else ["in"])
+
+
+KILLED = """
+    import os, signal, sys
+    import qrun.placing
+    from qrun.convert import convert
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[3] == "writing":
+        convert(sys.argv[1], sys.argv[2], force=True, progress=die)
+    rename = os.rename
+    def once(a, b):  # what was there is set aside; the new one never comes
+        rename(a, b)
+        die()
+    os.rename = once
+    convert(sys.argv[1], sys.argv[2], force=True)
+"""
+
+
+@pytest.mark.parametrize("when", ["writing", "replacing"])
+@pytest.mark.parametrize("existing", [False, True])
+def test_what_a_killed_conversion_left_is_cleared(
+    folder: Path, tmp_path: Path, when: str, existing: bool
+) -> None:
+    out = tmp_path / "out"
+    if existing:
+        convert(folder, out, bits=8)
+    before = {p.name: p.read_bytes() for p in out.glob("*")}
+    run = [sys.executable, "-c", textwrap.dedent(KILLED), str(folder), str(out), when]
+    assert subprocess.run(run, cwd=ROOT).returncode == -signal.SIGKILL
+    mine = tmp_path / ".out.mynotes1"
+    mine.mkdir()
+    (mine / "text").write_text("mine")
+    if existing:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with pytest.raises(UsageError, match="exists already"):
+                convert(folder, out)
+        assert len(caught) == (when == "replacing")
+        assert {p.name: p.read_bytes() for p in out.glob("*")} == before
+    else:
+        convert(folder, out, force=True)
+    assert sorted(os.listdir(tmp_path)) == [".out.mynotes1", "in", "out"]
+    assert (mine / "text").read_text() == "mine"
+
+
+def test_a_conversion_under_way_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    made: list[int] = []
+
+    def another(phase: str, done: int, total: int) -> None:
+        if not made:
+            made.append(done)
+            convert(folder, out)
+
+    with pytest.raises(UsageError, match="exists already"):
+        convert(folder, out, progress=another)
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+    assert (out / "config.json").is_file()
 
 
 def test_full_disk_is_one_line(folder: Path, tmp_path: Path, python: Callable[..., str]) -> None:
