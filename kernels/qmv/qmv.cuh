@@ -149,7 +149,8 @@ struct Qmv {
     return rsqrtf(sum / k + eps);
   }
 
-  // The warp's part of x into shared memory: normed, rounded to T, permuted; and the sums of its groups.
+  // The warp's part of x, once it is there, into shared memory: normed, rounded to T, permuted; and the sums
+  // of its groups.
   // A unit is 8 elements: the k of one word of w. weight: of the norm, (K,), or null.
   template <typename G>
   __device__ __forceinline__ void prepare_x(const G* weight, float eps) const {
@@ -166,29 +167,49 @@ struct Qmv {
       v.at = take * SPAN + v.step * STEP + v.t * (8 * WORDS) + v.j * 8;
       return v;
     };
+    const auto place_of = [&](const Unit& v) {
+      return shared_x + v.take * SLICE + ((v.step * WORDS + v.j) * M + v.m) * 4 + v.t;
+    };
+    // The norm's weights come first, each to where its x goes.
+    constexpr bool AHEAD = sizeof(G) == 2;
+    if (weight && AHEAD) {
+#pragma unroll 1
+      for (int u = 0; u < ALL; u++) {
+        const Unit v = unit(u);
+        if (v.valid) copy_async(place_of(v), weight + min(v.at, k - 8), true);
+      }
+      copy_async_commit();
+    }
+    if (!expert) wait_for_previous_kernel();
     uint4 raw[BATCH];
-    struct alignas(16) Gain {
-      G at[8];
-    } gain[BATCH];
     const auto fetch = [&](int first) {
 #pragma unroll
       for (int b = 0; b < BATCH; b++) {
         const Unit v = unit(first + b);
         const bool inside = v.valid && v.at < k;
         raw[b] = inside ? *reinterpret_cast<const uint4*>(x + x_row(v.m) * k + v.at) : make_uint4(0, 0, 0, 0);
-        if (weight && inside) gain[b] = *reinterpret_cast<const Gain*>(weight + v.at);
       }
     };
     float* squares = shared_squares + warp;
+    float square = 0;  // a lane's, of one row
     const auto add_squares = [&](const Unit& v, const float (&e)[8]) {
       constexpr int LANES = EACH < 32 ? EACH : 32;  // neighbours with units of one row
       float sum = 0;
 #pragma unroll
       for (int i = 0; i < 8; i++) sum += e[i] * e[i];
+      if (M == 1) {
+        square += sum;
+        return;
+      }
       sum = warp_sum<LANES>(sum);
       if (v.valid && lane % LANES == 0) squares[v.m * WARPS] += sum;
     };
-    if (weight) {
+    const auto leave_square = [&] {
+      if (M > 1) return;
+      square = warp_sum(square);
+      if (lane == 0) *squares = square;
+    };
+    if (weight && M > 1) {
       for (int m = lane; m < M; m += 32) squares[m * WARPS] = 0;
       __syncwarp();
     }
@@ -203,8 +224,10 @@ struct Qmv {
           add_squares(unit(first + b), e);
         }
       }
+      leave_square();
       __syncthreads();
     }
+    if (weight && AHEAD) copy_async_wait<0>();
 #pragma unroll 1
     for (int first = 0; first < ALL; first += BATCH) {
       if (ALL > BATCH || !weight || BEHIND) fetch(first);
@@ -217,7 +240,7 @@ struct Qmv {
         if (weight && v.valid) {
           const float r = BEHIND ? 1.0f : norm_factor(v.m, eps);
           float g[8];
-          load(g, gain[b].at);
+          load(g, AHEAD ? reinterpret_cast<const G*>(place_of(v)) : weight + min(v.at, k - 8));
 #pragma unroll
           for (int i = 0; i < 8; i++) e[i] = v.at < k ? to_float(from_float<T>(e[i] * r * g[i])) : 0.0f;
         }
@@ -229,13 +252,14 @@ struct Qmv {
 #pragma unroll
         for (int bit = 1; bit < 4 / PARTS; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
         if (!v.valid) continue;
-        shared_x[v.take * SLICE + ((v.step * WORDS + v.j) * M + v.m) * 4 + v.t] = make_uint4(
-            pack<T>(e[0], e[4]), pack<T>(e[2], e[6]), pack<T>(e[1], e[5]), pack<T>(e[3], e[7]));
+        *place_of(v) =
+            make_uint4(pack<T>(e[0], e[4]), pack<T>(e[2], e[6]), pack<T>(e[1], e[5]), pack<T>(e[3], e[7]));
         if (v.j == 0 && v.t % (4 / PARTS) == 0)
           shared_sums[((v.take * TAKE + v.step) * PARTS + v.t * PARTS / 4) * M + v.m] =
               sum * (1 / Subnormal<T>::UNDO);
       }
     }
+    if (weight && BEHIND) leave_square();
   }
 
   // sums[pass] += tile @ x of that take, for this lane's rows g, g+8 and two rows of x.
@@ -348,9 +372,6 @@ struct Qmv {
     Held held;  // the first loads are under way while x is prepared
     if (take < takes) load_held(held, tile, take);
     place();
-    if (weight)  // of the norm: other weights have pushed it out of L2 since it was used last
-      for (int i = threadIdx.x * 64; i < k; i += THREADS * 64) prefetch(weight + i);
-    if (!expert) wait_for_previous_kernel();
     prepare_x(weight, eps);
     __syncwarp();  // a warp multiplies by nothing but its own x, and by zeros
     float sums[PASSES][4] = {};
