@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from qrun.ops.matrix import Activations
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command(
+    short_help="Measure kernels and a model against this machine's limits.", epilog=EXIT_CODES
+)
 @click.argument("model", envvar="QRUN_MODEL", required=False, type=click.Path())
 @click.option("--kernels/--no-kernels", default=True, help="Measure the products alone.")
 @click.option(

@@ -31,7 +31,7 @@ def cli(debug: bool) -> None:
     """Run 4-bit language models at the speed of this machine's memory."""
 
 
-@cli.command(epilog=EXIT_CODES)
+@cli.command(short_help="Answer a prompt.", epilog=EXIT_CODES)
 @click.argument("model", envvar="QRUN_MODEL", type=click.Path())
 @click.option("-p", "--prompt", help="The prompt; - reads it from standard input.")
 @click.option(
@@ -41,19 +41,62 @@ def cli(debug: bool) -> None:
 )
 @click.option("--system", help="A system message in front of the prompt.")
 @click.option("--raw", is_flag=True, help="Give the prompt as it is: no chat template.")
-@click.option("-n", "--max-tokens", type=int, default=512, show_default=True, help="Stop after N.")
-@click.option("--stop", multiple=True, help="End the text at this string. Can be repeated.")
-@click.option("-t", "--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
-@click.option("--top-k", type=int, default=0, help="Keep the K likeliest tokens. 0: all.")
-@click.option("--top-p", type=float, default=1.0, help="Keep the likeliest that reach P together.")
-@click.option("--min-p", type=float, default=0.0, help="Keep tokens of P times the likeliest.")
-@click.option("--repetition-penalty", type=float, default=1.0, help="Above 1: repeat less.")
-@click.option("--presence-penalty", type=float, default=0.0, help="Subtract once per used token.")
-@click.option("--frequency-penalty", type=float, default=0.0, help="Subtract per use of a token.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=int,
+    metavar="N",
+    default=512,
+    show_default=True,
+    help="Stop after N.",
+)
+@click.option("--stop", multiple=True, help="End the text at this string. Repeatable.")
+@click.option(
+    "-t",
+    "--temperature",
+    type=float,
+    metavar="T",
+    default=0.0,
+    help="Of sampling. Default 0: greedy.",
+)
+@click.option(
+    "--top-k", type=int, metavar="K", default=0, help="Keep the K likeliest tokens. 0: all."
+)
+@click.option(
+    "--top-p",
+    type=float,
+    metavar="P",
+    default=1.0,
+    help="Keep the likeliest that reach P together.",
+)
+@click.option(
+    "--min-p",
+    type=float,
+    metavar="P",
+    default=0.0,
+    help="Keep tokens of P times the best chance.",
+)
+@click.option(
+    "--repetition-penalty", type=float, metavar="X", default=1.0, help="Above 1: repeat less."
+)
+@click.option(
+    "--presence-penalty",
+    type=float,
+    metavar="X",
+    default=0.0,
+    help="Subtract X from each token used.",
+)
+@click.option(
+    "--frequency-penalty",
+    type=float,
+    metavar="X",
+    default=0.0,
+    help="Subtract X for each use of a token.",
+)
 @click.option(
     "--logit-bias", multiple=True, metavar="ID=BIAS", help="Add to a token's logit. Repeatable."
 )
-@click.option("--seed", type=int, help="Same seed, same text.")
+@click.option("--seed", type=int, metavar="N", help="Same seed, same text.")
 @click.option("--revision", help="Revision of a hub repository.")
 @click.option(
     "--dtype",
@@ -155,11 +198,13 @@ def generate(
         printing.print_stats(loaded, result)
 
 
-@cli.command(epilog=EXIT_CODES)
+@cli.command(short_help="Turn a GGUF or float safetensors into a 4-bit folder.", epilog=EXIT_CODES)
 @click.argument("src", type=click.Path(exists=True, path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
-@click.option("--bits", type=int, help="Bits a weight. Default: the source's own, or 4.")
-@click.option("--group-size", type=int, help="Weights that share a scale. Default: 32 or 64.")
+@click.option("--bits", type=int, metavar="N", help="Bits a weight. Default: the source's, or 4.")
+@click.option(
+    "--group-size", type=int, metavar="N", help="Weights a scale. Default: 32 (GGUF) or 64."
+)
 @click.option(
     "--mode", type=click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]), help="Default: affine."
 )
@@ -174,7 +219,7 @@ def generate(
     help="Mixed precision: more bits for embedding, head, and the outer layers' v and down.",
 )
 @click.option("--force", is_flag=True, help="Replace DST if it exists.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress, no warnings.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress, no warnings, no summary.")
 def convert(
     src: Path,
     dst: Path,
@@ -218,7 +263,7 @@ def convert(
         click.echo("\n".join(lines), err=True)
 
 
-@cli.command(epilog=EXIT_CODES)
+@cli.command(short_help="Say what a model is, needs, and has wrong with it.", epilog=EXIT_CODES)
 @click.argument("model", envvar="QRUN_MODEL", type=click.Path())
 @click.option(
     "-c", "--context", type=click.IntRange(1), help="Positions to plan memory for. Default: all."

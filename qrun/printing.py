@@ -108,15 +108,17 @@ def inspection(found: Report) -> str:
             f"parameters    {found.parameters / 1e6:.1f} M in {size(found.weight_bytes)}, "
             f"{found.bits:.2f} bits each; a step reads {size(found.step_bytes)}"
         )
+        lines.append(f"  {'':20} count  parameters   bits  format")
         for kind in found.kinds:
-            formats = ", ".join(
+            formats = [
                 f"{name} ({n})" if len(kind.formats) > 1 else name
                 for name, n in kind.formats.items()
-            )
+            ]
             lines.append(
-                f"  {kind.name:20} {kind.count:5} x {kind.parameters / 1e6:9.2f} M  "
-                f"{kind.bits:6.2f} bits  {formats}".rstrip()
+                f"  {kind.name:20} {kind.count:5} {kind.parameters / 1e6:9.2f} M "
+                f"{kind.bits:6.2f}  {formats[0] if formats else ''}".rstrip()
             )
+            lines += [f"  {'':46}{more}" for more in formats[1:]]
         total = size(found.weight_bytes + found.cache_bytes)
         lines.append(
             f"memory        {total} for {found.length} positions: weights, and "
