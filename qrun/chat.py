@@ -52,7 +52,7 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
     # jinja2 costs 40 ms to import; a raw prompt need not pay it.
     from jinja2.exceptions import TemplateSyntaxError
 
-    from qrun.sandbox import Sandbox
+    from qrun.sandbox import STEP, Sandbox
 
     def refuse(message: str) -> str:
         raise _RefusedError(message)
@@ -64,7 +64,7 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
     _check(messages)
-    sandbox = Sandbox(template, sum(len(str(m.get("content", ""))) for m in messages))
+    sandbox = Sandbox(template, sum(STEP + len(str(m.get("content", ""))) for m in messages))
     sandbox.add({"tojson": tojson}, {"raise_exception": refuse, "strftime_now": now})
     try:
         return sandbox.text(messages=list(messages), add_generation_prompt=True, **special)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from qrun.inspect import Report
     from qrun.loader import LoadedModel
 
+SELDOM = 10.0  # seconds between lines of progress where there is no terminal
+
 
 def paint(text: str, color: str) -> str:
     plain = bool(os.environ.get("NO_COLOR")) or not sys.stderr.isatty()
@@ -144,9 +146,6 @@ def status_line(show: bool) -> Callable[[str], None]:
             click.echo(f"\r\033[K{text}", nl=False, err=True)
 
     return line
-
-
-SELDOM = 10.0  # seconds between lines where there is no terminal
 
 
 def progress_bar() -> Callable[[str, int, int], None]:

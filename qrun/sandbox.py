@@ -33,6 +33,7 @@ _PADDING = (
 )  # fmt: skip
 # In a format string: %*d, {:{}} and numbers of seven digits.
 _FREE_WIDTH = re.compile(r"%(\([^)]*\))?[^%a-zA-Z(]*(\*|\d{7})|\{[^{}]+\{|\{[^{}]*:[^{}]*\d{7}")
+_SIZED = (str, list, tuple, dict, range)
 
 
 class TooMuchWork(TemplateRuntimeError):
@@ -62,7 +63,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, template: str, given: int) -> None:
-        """given: characters of the messages."""
+        """given: characters of the messages, and a step for each."""
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -71,8 +72,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             optimized=False,  # else products of constants are computed before anything is counted
         )
         del self.globals["lipsum"]
-        self._filters = {name: self._limited(name, f) for name, f in self.filters.items()}
-        self.filters = self._filters | {"counted": self.counted}
+        self.filters = {name: self._limited(name, f) for name, f in self.filters.items()}
+        self.filters["counted"] = self.counted
         self._left = BUDGET + TIMES * given
         self._end = time.monotonic() + SECONDS
         self._template = template
@@ -144,7 +145,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         @wraps(filter_)
         def run(*args: Any, **named: Any) -> Any:
             given = args[1:] if first else args
-            self.spend(STEP + sum(_size(a) for a in given))
+            self.spend(STEP + (len(given[0]) if isinstance(given[0], _SIZED) else 0))
             self._prepay(name, given[0], (*given[1:], *named.values()))
             return self.paid(filter_(*args, **named))
 
@@ -178,4 +179,4 @@ def _size(value: Any) -> int:
     """Characters that a value stands for."""
     if isinstance(value, str):
         return len(value)
-    return 64 * len(value) if isinstance(value, (list, tuple, dict, range)) else 0
+    return 8 * len(value) if isinstance(value, _SIZED) else 0  # a place of 8 bytes each

@@ -147,6 +147,12 @@ def test_a_long_conversation_is_no_work() -> None:
     assert len(render(CHATML, long, SPECIAL)) > 20_000_000
 
 
+def test_a_long_conversation_that_is_counted_at_every_turn_is_no_work() -> None:
+    """As qwen3's template does."""
+    template = "{% for m in messages %}{{ messages|length - loop.index0 }}{% endfor %}"
+    assert render(template, [{"role": "user", "content": "hi"}] * 8000, SPECIAL).endswith("21")
+
+
 @pytest.mark.parametrize(
     ("template", "want"),
     [
