@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from qrun.config import AGAIN, refuse_impostors
 from qrun.errors import CheckpointError, UsageError
+from qrun.lazy import bare
 
 Message = Mapping[str, Any]
 
@@ -46,8 +47,10 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
 
     special: bos_token, eos_token and the like. Raises UsageError where the template refuses.
     """
-    # jinja2 costs 40 ms to import; a raw prompt need not pay it.
-    from jinja2 import TemplateError, TemplateSyntaxError
+    # jinja2 costs 40 ms to import; a raw prompt need not pay it. Half of that, and 5 MB, are
+    # OpenSSL and others for a cache on disk that only its __init__ asks for.
+    bare("jinja2")
+    from jinja2.exceptions import TemplateError, TemplateSyntaxError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

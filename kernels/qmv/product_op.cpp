@@ -103,16 +103,18 @@ class Product : public CpuPrimitive {
     e.y = allocate<char>(out[0]);
 
     const Kernels* run = &kernels();
-    Digits d = digits_of(*run, w, static_cast<int>(in[0].size() / w.k), digits_);
-    d.digits = static_cast<int8_t*>(scratch(d.digits_bytes(), stream()));
-    d.meta = static_cast<float*>(scratch(d.meta_floats() * sizeof(float), stream()));
+    const Digits d = digits_of(*run, w, static_cast<int>(in[0].size() / w.k), digits_);
     if (d.m == 0) return;
     enqueue(stream(), [run, w, p, d, e] { compute(*run, w, p, d, e); });
   }
 
  private:
-  static void compute(const Kernels& run, const Matrix& w, const Prologue& p, const Digits& d,
+  static void compute(const Kernels& run, const Matrix& w, const Prologue& p, const Digits& shape,
                       const Epilogue& e) {
+    Digits d = shape;
+    const size_t digits_bytes = in_lines(d.digits_bytes());
+    d.digits = reinterpret_cast<int8_t*>(workspace(digits_bytes + d.meta_floats() * sizeof(float)));
+    d.meta = reinterpret_cast<float*>(d.digits + digits_bytes);
     const int tiles = d.tiles(), blocks = w.blocks();
     const size_t elements = static_cast<size_t>(d.m) * d.k;
     parallel(tiles, elements < 32768 ? tiles : std::max(1, tiles / (8 * threads())),
