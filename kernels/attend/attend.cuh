@@ -1,11 +1,17 @@
 // attend: one new token's rotation, its append to the caches, and its attention, in one launch. What rope
 // and sdpa do in three (rope, splits, merge) costs more in starts and ends than in work.
 //
-// The queries that share a kv head are rows; a cluster of SPLITS blocks takes ROWS of them, each block one
-// stretch of the keys. Keys and values are under way before the kernel in front has ended: of what that
-// one writes only qkv is read. Each block rotates its rows of q by itself; the one whose stretch ends with
-// the new token also rotates its key and appends it and v. Eight lanes share a key, as in
-// sdpa_decode.cuh. At the end the blocks' sums meet through distributed shared memory.
+// The queries that share a kv head are rows of a matrix, up to 8 of them; a cluster of SPLITS blocks takes
+// them, each block one stretch of the keys. Chunks of 64 keys and values come into shared memory, the last
+// ones first, and are under way before the kernel in front has ended: of what that one writes only qkv is
+// read. Each block rotates the rows of q by itself; the one whose stretch ends with the new token also
+// rotates its key and appends it and v. Of a chunk a pair of warps takes 16 keys, by tensor cores:
+//
+//   scores (8, 16)    = q (8, D) @ keys (16, D)^T         both warps of the pair
+//   values (8, D / 2) += exp(scores) (8, 16) @ v (16, D)   each one half of D
+//
+// At the end the warps' sums meet in shared memory, and each block sends its own to the blocks that write
+// y, by distributed shared memory. All of it is short code: a layer's kernels are fetched anew each time.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -15,12 +21,12 @@
 namespace qrun {
 
 // T: type of qkv, y and the caches; QN, KN: of the norms' weights. HALF: pairs of a head that are rotated.
-template <typename T, typename QN, typename KN, int D, int HALF, int ROWS, int WARPS, int SPLITS>
+template <typename T, typename QN, typename KN, int D, int HALF, int ROWS, int STAGES, int SPLITS>
 struct Attend {
-  static constexpr int VEC = 8, LANES = 8, THREADS = 32 * WARPS;
-  static constexpr int RUNS = (D + LANES * VEC - 1) / (LANES * VEC);  // runs of VEC elements a lane
-  static constexpr int OWN = RUNS * VEC, UNROLL = OWN <= 16 ? 2 : 1;
-  static constexpr int AT_ONCE = 32 / LANES * WARPS * UNROLL;  // keys a block works on at once
+  static constexpr int WARPS = 8, THREADS = 32 * WARPS, QUARTERS = WARPS / 2, KEYS = 16;
+  static constexpr int CHUNK = QUARTERS * KEYS;                     // keys
+  static constexpr int PD = (D + 31) / 32 * 32, PITCH = PD + 8;     // of a head in shared memory, elements
+  static constexpr int MOST = (ROWS * D + SPLITS - 1) / SPLITS;     // elements of y that a block writes
 
   const T* qkv;        // (B, (H + 2 * Hkv) * D)
   const int* offset;   // (1,)
@@ -34,15 +40,19 @@ struct Attend {
   T* v_cache;   // (B, Hkv, capacity, D)
   int heads, kv_heads, capacity;
 
-  // Shared memory: the rotated queries, the new key, the new value, (ROWS + 2, D); the warps' sums,
-  // [warp][row] of max, sum, D values; the block's, [row] of the same.
-  static constexpr int SHARED = ((ROWS + 2) * D + (WARPS + 1) * ROWS * (D + 2)) * 4;
-  __device__ __forceinline__ float* head(int row) const {
-    return reinterpret_cast<float*>(shared_memory()) + row * D;
+  // Shared memory: the queries, (8, PITCH); STAGES chunks of keys, then values, (CHUNK, PITCH) each; the
+  // quarters' sums, [quarter][row] of max, sum, D values; from all blocks, [split][row] of max and sum, and
+  // [split] of the values that this one writes.
+  static constexpr int SHARED = (8 + STAGES * 2 * CHUNK) * PITCH * 2 +
+                                (QUARTERS * ROWS * (D + 2) + SPLITS * (ROWS * 2 + MOST)) * 4;
+  __device__ __forceinline__ T* query(int row) const { return reinterpret_cast<T*>(shared_memory()) + row * PITCH; }
+  __device__ __forceinline__ T* key(int stage, int row) const { return query(8 + stage * 2 * CHUNK + row); }
+  __device__ __forceinline__ T* value(int stage, int row) const { return key(stage, CHUNK + row); }
+  __device__ __forceinline__ float* sums(int quarter, int row) const {
+    return reinterpret_cast<float*>(key(STAGES, 0)) + (quarter * ROWS + row) * (D + 2);
   }
-  __device__ __forceinline__ float* sums(int warp, int row) const {
-    return head(ROWS + 2) + (warp * ROWS + row) * (D + 2);
-  }
+  __device__ __forceinline__ float* heads_of(int split) const { return sums(QUARTERS, 0) + split * ROWS * 2; }
+  __device__ __forceinline__ float* values_of(int split) const { return heads_of(SPLITS) + split * MOST; }
 
   // The angles of a position for a lane's pairs lane, lane + 32, ..
   static constexpr int PAIRS = HALF == 0 ? 1 : (HALF + 31) / 32;
@@ -61,9 +71,9 @@ struct Attend {
     return a;
   }
 
-  // One head of the new token by a warp: normed, rotated, to shared memory in float32.
+  // One head of the new token by a warp: normed, rotated, rounded, to shared memory and to `kept`, if any.
   template <typename W>
-  __device__ __forceinline__ void rotate(const T* in, const W* weight, const Angles& angles, float* out) const {
+  __device__ __forceinline__ void rotate(const T* in, const W* weight, const Angles& angles, T* out, T* kept) const {
     constexpr int REST = D - 2 * HALF, MORE = REST == 0 ? 1 : (REST + 31) / 32;
     const int lane = threadIdx.x % 32;
     float a[PAIRS], b[PAIRS], c[MORE], sum = 0;
@@ -81,92 +91,98 @@ struct Attend {
     }
     const float r = weight ? rsqrtf(warp_sum(sum) / D + eps) : 1.0f;
     const auto normed = [&](float v, int i) { return weight ? v * r * to_float(weight[i]) : v; };
+    const auto put = [&](float v, int i) {
+      out[i] = from_float<T>(v);
+      if (kept) kept[i] = from_float<T>(v);
+    };
 #pragma unroll
     for (int p = 0; p < PAIRS; p++) {
       const int i = p * 32 + lane;
       if (i >= HALF) continue;
       const float first = normed(a[p], i), second = normed(b[p], i + HALF);
-      out[i] = first * angles.at[p].x - second * angles.at[p].y;
-      out[i + HALF] = second * angles.at[p].x + first * angles.at[p].y;
+      put(first * angles.at[p].x - second * angles.at[p].y, i);
+      put(second * angles.at[p].x + first * angles.at[p].y, i + HALF);
     }
 #pragma unroll
     for (int p = 0; p < MORE; p++) {
       const int i = 2 * HALF + p * 32 + lane;
-      if (i < D) out[i] = normed(c[p], i);
+      if (i < D) put(normed(c[p], i), i);
     }
+    for (int i = D + lane; i < PD; i += 32) out[i] = from_float<T>(0);
   }
 
-  // A head of the new token, rounded, into a cache and to where `newest` finds it, by a warp.
-  __device__ __forceinline__ void append(float* from, T* to) const {
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < (D + 31) / 32; i++) {
-      const int d = i * 32 + threadIdx.x % 32;
-      const T v = from_float<T>(d < D ? from[d] : 0.0f);
-      __syncwarp();
-      if (d < D) reinterpret_cast<T*>(from)[d] = v;  // half as long: what is still to be read stays
-      if (d < D && blockIdx.z == 0) to[d] = v;
-    }
-  }
-
-  // A lane's share of UNROLL keys or values, as it lies in memory.
-  struct Raw {
-    uint4 at[UNROLL][RUNS];
+  // Of a stretch from .. to: chunk c is the CHUNK keys in front of c chunks in front of `to`.
+  struct Stretch {
+    int from, to, position;
+    __device__ __forceinline__ int first(int chunk) const { return to - (chunk + 1) * CHUNK; }
+    __device__ __forceinline__ int chunks() const { return from < to ? (to - from + CHUNK - 1) / CHUNK : 0; }
+    __device__ __forceinline__ bool has(int key) const { return from <= key && key < to; }
   };
 
-  __device__ __forceinline__ void fetch(Raw& raw, const T* cache, int base, int to) const {
-    const int lane = threadIdx.x % LANES;
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-      for (int i = 0; i < RUNS; i++) {
-        const int key = base + (u * THREADS + threadIdx.x) / LANES, d = (i * LANES + lane) * VEC;
-        raw.at[u][i] = make_uint4(0, 0, 0, 0);
-        if (key < to && d < D)
-          raw.at[u][i] = *reinterpret_cast<const uint4*>(cache + static_cast<long long>(key) * D + d);
+  // A chunk on its way into its stage: zeros where there is no key, nothing where the new one goes.
+  __device__ __forceinline__ void fetch(const Stretch& stretch, int chunk, const T* keys, const T* values) const {
+    constexpr int UNITS = PD / 8;
+    if (chunk < stretch.chunks())
+#pragma unroll 4
+      for (int i = threadIdx.x; i < CHUNK * UNITS; i += THREADS) {
+        const int row = i / UNITS, d = i % UNITS * 8, at = stretch.first(chunk) + row;
+        if (at == stretch.position && d < D) continue;
+        const bool valid = stretch.has(at) && d < D;
+        const long long from = valid ? static_cast<long long>(at) * D + d : 0;
+        copy_async(key(chunk % STAGES, row) + d, keys + from, valid);
+        copy_async(value(chunk % STAGES, row) + d, values + from, valid);
       }
+    copy_async_commit();
   }
 
-  // The new token's, if it is one of them.
-  __device__ __forceinline__ void newest(Raw& raw, const float* head, int base, int position) const {
-    const int lane = threadIdx.x % LANES;
+  // A lane's sums: of row lane / 4, of every eighth of its warp's half of D two elements.
+  struct State {
+    float max = NOTHING, sum = 0, values[PD / 16][4] = {};
+  };
+
+  __device__ __forceinline__ void work(State& state, const Stretch& stretch, int chunk) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp / 2 * KEYS, half = warp % 2;
+    const int stage = chunk % STAGES;
+    float scores[2][4] = {};
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++)
+    for (int d = 0; d < PD; d += 32) {
+      unsigned q[4];
+      load_matrices(q, query(lane % 8) + d + lane / 8 * 8);
 #pragma unroll
-      for (int i = 0; i < RUNS; i++) {
-        const int key = base + (u * THREADS + threadIdx.x) / LANES, d = (i * LANES + lane) * VEC;
-        if (key == position && d < D)
-          raw.at[u][i] = *reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(head) + d);
+      for (int n = 0; n < 2; n++) {
+        unsigned k[4];
+        load_matrices(k, key(stage, first + n * 8 + lane % 8) + d + lane / 8 * 8);
+        mma(scores[n], {q[0], 0, q[1], 0}, k[0], k[1], T());
+        mma(scores[n], {q[2], 0, q[3], 0}, k[2], k[3], T());
       }
-  }
-
-  __device__ __forceinline__ static void unpack_own(float (&v)[OWN], const uint4 (&raw)[RUNS]) {
-#pragma unroll
-    for (int i = 0; i < RUNS; i++) {
-      float e[VEC];
-      load(e, reinterpret_cast<const T*>(&raw[i]));
-#pragma unroll
-      for (int j = 0; j < VEC; j++) v[i * VEC + j] = e[j];
     }
-  }
-
-  // A lane's share of a head in shared memory.
-  __device__ __forceinline__ void load_own(float (&v)[OWN], const float* from) const {
+    float s[4], top = state.max;
 #pragma unroll
-    for (int i = 0; i < OWN; i++) {
-      const int d = (i / VEC * LANES + threadIdx.x % LANES) * VEC + i % VEC;
-      v[i] = d < D ? from[d] : 0.0f;
+    for (int i = 0; i < 4; i++) {
+      float v = scores[i / 2][i % 2] * scale;
+      if (softcap != 0) v = softcap * tanhf(v / softcap);
+      s[i] = stretch.has(stretch.first(chunk) + first + i / 2 * 8 + lane % 4 * 2 + i % 2) ? v * LOG2E : NOTHING;
+      top = fmaxf(top, s[i]);
     }
-  }
-
-  // The score of a key that eight lanes share; in units of log 2, NOTHING where there is none.
-  __device__ __forceinline__ float score(const float (&query)[OWN], const float (&key)[OWN], bool seen) const {
-    float dot = 0;
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+    const float before = factor(state.max, top);
+    state.max = top, state.sum *= before;
+    const unsigned p[4] = {pack<T>(factor(s[0], top), factor(s[1], top)), 0,
+                           pack<T>(factor(s[2], top), factor(s[3], top)), 0};
+    const float2 a = unpack<T>(p[0]), b = unpack<T>(p[2]);
+    state.sum += a.x + a.y + b.x + b.y;
 #pragma unroll
-    for (int i = 0; i < OWN; i++) dot = fmaf(query[i], key[i], dot);
-    dot = warp_sum<LANES>(dot) * scale;
-    if (softcap != 0) dot = softcap * tanhf(dot / softcap);
-    return seen ? dot * LOG2E : NOTHING;
+    for (int j = 0; j < PD / 32; j++) {
+      unsigned v[4];
+      load_matrices_transposed(v, value(stage, first + lane % 16) + half * (PD / 2) + j * 16 + lane / 16 * 8);
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        float(&sum)[4] = state.values[2 * j + n];
+        sum[0] *= before, sum[1] *= before;
+        mma(sum, p, v[2 * n], v[2 * n + 1], T());
+      }
+    }
   }
 
   // Grid: x SPLITS (a cluster), y B * Hkv, z the rows of a kv head / ROWS.
@@ -176,113 +192,102 @@ struct Attend {
     const int first = blockIdx.z * ROWS, rows = min(ROWS, group - first);
     const int warp = threadIdx.x / 32, split = blockIdx.x, position = *offset;
     if (position >= capacity) return;  // the caller's fault; nothing outside the caches is written
+    cluster_arrive();                  // this block is there: others may write to its shared memory
     const int begin = window ? max(0, position - window + 1) : 0;
     const int each = (position - begin + SPLITS) / SPLITS;  // the new one counts too
-    const int from = begin + split * each, to = min(position + 1, from + each);
+    const int from = begin + split * each;
+    const Stretch stretch = {from, min(position + 1, from + each), position};
 
     const long long cache = static_cast<long long>(blockIdx.y) * capacity * D;
-    Raw keys, values;
-    fetch(keys, k_cache + cache, from, min(to, position));
-    fetch(values, v_cache + cache, from, min(to, position));
-    const bool last = from <= position && position < to;
+#pragma unroll
+    for (int c = 0; c < STAGES - 1; c++) fetch(stretch, c, k_cache + cache, v_cache + cache);
     const Angles turn = angles(position);
     wait_for_previous_kernel();
 
     const T* token = qkv + static_cast<long long>(batch) * (heads + 2 * kv_heads) * D;
-    if (warp < rows) {
-      rotate(token + (kv * group + first + warp) * D, q_norm, turn, head(warp));
-    } else if (last && warp == ROWS) {
-      rotate(token + (heads + kv) * D, k_norm, turn, head(ROWS));
-      append(head(ROWS), k_cache + cache + static_cast<long long>(position) * D);
-    } else if (last && warp == ROWS + 1) {
-      for (int i = threadIdx.x % 32; i < D; i += 32)
-        head(ROWS + 1)[i] = to_float(token[(heads + kv_heads + kv) * D + i]);
-      append(head(ROWS + 1), v_cache + cache + static_cast<long long>(position) * D);
+    const long long place = cache + static_cast<long long>(position) * D;
+    const bool appends = blockIdx.z == 0;
+    // The rows of q, then the new key and value, which are the last of the first chunk.
+    for (int row = warp; row < rows + (stretch.has(position) ? 2 : 0); row += WARPS) {
+      if (row < rows) {
+        rotate(token + (kv * group + first + row) * D, q_norm, turn, query(row), static_cast<T*>(nullptr));
+      } else if (row == rows) {
+        rotate(token + (heads + kv) * D, k_norm, turn, key(0, CHUNK - 1), appends ? k_cache + place : nullptr);
+      } else {
+        for (int i = threadIdx.x % 32; i < D; i += 32) {
+          const T v = token[(heads + kv_heads + kv) * D + i];
+          value(0, CHUNK - 1)[i] = v;
+          if (appends) v_cache[place + i] = v;
+        }
+      }
     }
-    __syncthreads();
 
-    float queries[ROWS][OWN];
-    Softmax<OWN> state[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) load_own(queries[r], head(min(r, rows - 1)));
-    // All lanes of a warp go round equally often: they exchange sums.
-    for (int base = from; base < to; base += AT_ONCE) {
-      Raw now_keys = keys, now_values = values;
-      if (base + AT_ONCE < to) {
-        fetch(keys, k_cache + cache, base + AT_ONCE, min(to, position));
-        fetch(values, v_cache + cache, base + AT_ONCE, min(to, position));
-      }
-      if (last) {
-        newest(now_keys, head(ROWS), base, position);
-        newest(now_values, head(ROWS + 1), base, position);
-      }
-#pragma unroll
-      for (int u = 0; u < UNROLL; u++) {
-        const bool seen = base + (u * THREADS + int(threadIdx.x)) / LANES < to;
-        float key[OWN], value[OWN];
-        unpack_own(key, now_keys.at[u]);
-        unpack_own(value, now_values.at[u]);
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) state[r].add(score(queries[r], key, seen), value);
-      }
+    State state;
+    for (int c = 0; c < stretch.chunks(); c++) {
+      copy_async_wait<STAGES - 2>();
+      __syncthreads();  // the chunk is there, and everybody is through with the one before
+      fetch(stretch, c + STAGES - 1, k_cache + cache, v_cache + cache);
+      work(state, stretch, c);
     }
     collect(state, rows, batch * heads + kv * group + first);
   }
 
-  // max, sum and values of several parts, `part(i)` of them, joined for element d.
-  struct Joined {
-    float max = NOTHING, sum = 0, value = 0;
+  // max, sum and a value of several parts, `part(i)` of them, joined.
+  struct Part {
+    float max, sum, value;
   };
   template <int COUNT, typename F>
-  __device__ __forceinline__ static Joined join(int d, F part) {
-    float top[COUNT], sum[COUNT], value[COUNT];
-    Joined all;
+  __device__ __forceinline__ static Part join(F part) {
+    Part parts[COUNT], all = {NOTHING, 0, 0};
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) parts[i] = part(i), all.max = fmaxf(all.max, parts[i].max);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
-      top[i] = part(i, 0), sum[i] = part(i, 1), value[i] = part(i, 2 + d);
-      all.max = fmaxf(all.max, top[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      const float f = Softmax<1>::factor(top[i], all.max);
-      all.sum = fmaf(sum[i], f, all.sum), all.value = fmaf(value[i], f, all.value);
+      const float f = factor(parts[i].max, all.max);
+      all.sum = fmaf(parts[i].sum, f, all.sum), all.value = fmaf(parts[i].value, f, all.value);
     }
     return all;
   }
 
-  // The lanes' sums -> the warps', the block's, the cluster's, y. row0: of y, (B * H, D).
-  __device__ __forceinline__ void collect(Softmax<OWN> (&state)[ROWS], int rows, int row0) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // The warps' sums -> the block's, the cluster's, y. row0: of y, (B * H, D). Block s writes elements
+  // s * own .. of the rows.
+  __device__ __forceinline__ void collect(State& state, int rows, int row0) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, half = warp % 2;
+    state.sum += __shfl_xor_sync(0xffffffffu, state.sum, 1);
+    state.sum += __shfl_xor_sync(0xffffffffu, state.sum, 2);
+    if (row < rows) {
+      float* out = sums(warp / 2, row);
+      if (warp % 2 == 0 && lane % 4 == 0) out[0] = state.max, out[1] = state.sum;
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      state[r].merge(8);
-      state[r].merge(16);
-      float* out = sums(warp, r);
-      if (lane >= LANES) continue;
-      if (lane == 0) out[0] = state[r].max, out[1] = state[r].sum;
-#pragma unroll
-      for (int i = 0; i < OWN; i++) {
-        const int d = (i / VEC * LANES + lane) * VEC + i % VEC;
-        if (d < D) out[2 + d] = state[r].values[i];
+      for (int j = 0; j < PD / 16; j++) {
+        const int d = half * (PD / 2) + j * 8 + lane % 4 * 2;
+        if (d < D) out[2 + d] = state.values[j][0], out[3 + d] = state.values[j][1];
       }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < rows * D; i += THREADS) {
+    cluster_wait();  // for all blocks to have started
+    const int all = rows * D, own = (all + SPLITS - 1) / SPLITS, split = blockIdx.x;
+    for (int i = threadIdx.x; i < all; i += THREADS) {
       const int r = i / D, d = i % D;
-      const Joined all = join<WARPS>(d, [&](int w, int at) { return sums(w, r)[at]; });
-      float* out = sums(WARPS, r);
-      out[2 + d] = all.value;
-      if (d == 0) out[0] = all.max, out[1] = all.sum;
+      const Part block = join<QUARTERS>([&](int q) { return Part{sums(q, r)[0], sums(q, r)[1], sums(q, r)[2 + d]}; });
+      cluster_store(values_of(split) + i % own, i / own, block.value);
+      if (d < SPLITS) {
+        cluster_store(heads_of(split) + r * 2, d, block.max);
+        cluster_store(heads_of(split) + r * 2 + 1, d, block.sum);
+      }
     }
-    cluster_barrier();
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < rows * D; i += SPLITS * THREADS) {
-      const int r = i / D, d = i % D;
-      const Joined all =
-          join<SPLITS>(d, [&](int s, int at) { return cluster_load(sums(WARPS, r) + at, s); });
-      y[static_cast<long long>(row0 + r) * D + d] = from_float<T>(all.value / all.sum);
+    cluster_arrive();
+    cluster_wait();
+    for (int i = threadIdx.x; i < own && split * own + i < all; i += THREADS) {
+      const int at = split * own + i, r = at / D;
+      const Part sum = join<SPLITS>([&](int s) {
+        return Part{heads_of(s)[r * 2], heads_of(s)[r * 2 + 1], values_of(s)[i]};
+      });
+      y[static_cast<long long>(row0) * D + at] = from_float<T>(sum.value / sum.sum);
     }
-    cluster_barrier();  // no block ends while another reads its sums
   }
+
+  static __device__ __forceinline__ float factor(float max, float next) { return Softmax<1>::factor(max, next); }
 };
 
 }  // namespace qrun

@@ -49,11 +49,6 @@ __device__ __forceinline__ void load_stream(unsigned (&v)[2], const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(p));
 }
 
-// The line of memory there is wanted soon.
-__device__ __forceinline__ void prefetch(const void* p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
-
 // d (16, 8) += a (16, 16) @ b (16, 8) in float32. Lane = 4 * g + t holds
 //   a[0] row g, k 2t 2t+1    a[1] row g+8, same k    a[2] row g, k 2t+8 2t+9    a[3] row g+8, same k
 //   b[0] k 2t 2t+1, column g     b[1] k 2t+8 2t+9, column g
@@ -158,20 +153,23 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int 
       : "memory");
 }
 
-// All threads of the blocks of a cluster (compute capability 9.0); what they wrote before can be read.
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+// All threads of the blocks of a cluster (compute capability 9.0), in two halves: what each wrote before it
+// arrived can be read by those who have waited.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// What lies at this address of shared memory in the block of that rank in the cluster.
-__device__ __forceinline__ float cluster_load(const float* shared, int rank) {
-  float v;
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// To this address of shared memory in the block of that rank in the cluster.
+__device__ __forceinline__ void cluster_store(float* shared, int rank, float v) {
   asm volatile(
-      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.f32 %0, [at]; }"
-      : "=f"(v)
-      : "r"(shared_address(shared)), "r"(rank)
+      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; st.shared::cluster.f32 [at], %2; }" ::"r"(
+          shared_address(shared)),
+      "r"(rank), "f"(v)
       : "memory");
-  return v;
 }
 
 }  // namespace qrun

@@ -28,6 +28,9 @@
 //
 // The biases multiply the group sums of x, in float32.
 //
+// A norm in front is x * weight * r, r one number a row. In bf16, which has float32's range, r comes behind
+// the product: no warp has to wait for the squares of the others. fp16 could overflow: there r comes first.
+//
 // At the end of a tile the warps' sums meet in shared memory, and one warp, each tile another, adds them up
 // and writes, while the others go on.
 #pragma once
@@ -49,6 +52,7 @@ struct Qmv {
   static constexpr int FACTORS = TAKE == 1 ? 1 : TAKE * PARTS;  // of a row that a lane loads
   static constexpr int SLICE = TAKE * WORDS * M * 4;       // 16 bytes each: x of a take
   static constexpr int TAKES = WARPS * ROUNDS;             // at least as many as K has
+  static constexpr bool BEHIND = Subnormal<T>::X != 1;     // the norm's r
 
   const T* x;         // (rows, K)
   const unsigned* w;  // (N, K / 8)
@@ -87,6 +91,7 @@ struct Qmv {
     shared_out = shared_sums + TAKES * TAKE * PARTS * M;
     shared_squares = shared_out + 2 * WARPS * M * ROWS;
     for (int i = threadIdx.x; i < SLICE; i += THREADS) zeros[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
   }
 
   __device__ __forceinline__ static Factors load_factors(const S* p) {
@@ -136,7 +141,16 @@ struct Qmv {
     }
   }
 
-  // The warp's part of x into shared memory: normed, rounded to T, permuted; and the sums of its groups.
+  // The norm's r of row m, once every warp has left its squares.
+  __device__ __forceinline__ float norm_factor(int m, float eps) const {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) sum += shared_squares[m * WARPS + i];
+    return rsqrtf(sum / k + eps);
+  }
+
+  // The warp's part of x, once it is there, into shared memory: normed, rounded to T, permuted; and the sums
+  // of its groups.
   // A unit is 8 elements: the k of one word of w. weight: of the norm, (K,), or null.
   template <typename G>
   __device__ __forceinline__ void prepare_x(const G* weight, float eps) const {
@@ -153,53 +167,80 @@ struct Qmv {
       v.at = take * SPAN + v.step * STEP + v.t * (8 * WORDS) + v.j * 8;
       return v;
     };
+    const auto place_of = [&](const Unit& v) {
+      return shared_x + v.take * SLICE + ((v.step * WORDS + v.j) * M + v.m) * 4 + v.t;
+    };
+    // The norm's weights come first, each to where its x goes.
+    constexpr bool AHEAD = sizeof(G) == 2;
+    if (weight && AHEAD) {
+#pragma unroll 1
+      for (int u = 0; u < ALL; u++) {
+        const Unit v = unit(u);
+        if (v.valid) copy_async(place_of(v), weight + min(v.at, k - 8), true);
+      }
+      copy_async_commit();
+    }
+    if (!expert) wait_for_previous_kernel();
     uint4 raw[BATCH];
-    struct alignas(16) Gain {
-      G at[8];
-    } gain[BATCH];
     const auto fetch = [&](int first) {
 #pragma unroll
       for (int b = 0; b < BATCH; b++) {
         const Unit v = unit(first + b);
         const bool inside = v.valid && v.at < k;
         raw[b] = inside ? *reinterpret_cast<const uint4*>(x + x_row(v.m) * k + v.at) : make_uint4(0, 0, 0, 0);
-        if (weight && inside) gain[b] = *reinterpret_cast<const Gain*>(weight + v.at);
       }
     };
-    if (weight) {
+    float* squares = shared_squares + warp;
+    float square = 0;  // a lane's, of one row
+    const auto add_squares = [&](const Unit& v, const float (&e)[8]) {
       constexpr int LANES = EACH < 32 ? EACH : 32;  // neighbours with units of one row
-      float* squares = shared_squares + warp;
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum += e[i] * e[i];
+      if (M == 1) {
+        square += sum;
+        return;
+      }
+      sum = warp_sum<LANES>(sum);
+      if (v.valid && lane % LANES == 0) squares[v.m * WARPS] += sum;
+    };
+    const auto leave_square = [&] {
+      if (M > 1) return;
+      square = warp_sum(square);
+      if (lane == 0) *squares = square;
+    };
+    if (weight && M > 1) {
       for (int m = lane; m < M; m += 32) squares[m * WARPS] = 0;
       __syncwarp();
+    }
+    if (weight && !BEHIND) {
 #pragma unroll 1
       for (int first = 0; first < ALL; first += BATCH) {
         fetch(first);
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
-          float e[8], sum = 0;
+          float e[8];
           load(e, reinterpret_cast<const T*>(&raw[b]));
-#pragma unroll
-          for (int i = 0; i < 8; i++) sum += e[i] * e[i];
-          sum = warp_sum<LANES>(sum);
-          const Unit v = unit(first + b);
-          if (v.valid && lane % LANES == 0) squares[v.m * WARPS] += sum;
+          add_squares(unit(first + b), e);
         }
       }
+      leave_square();
       __syncthreads();
     }
+    if (weight && AHEAD) copy_async_wait<0>();
 #pragma unroll 1
     for (int first = 0; first < ALL; first += BATCH) {
-      if (ALL > BATCH || !weight) fetch(first);
+      if (ALL > BATCH || !weight || BEHIND) fetch(first);
 #pragma unroll
       for (int b = 0; b < BATCH; b++) {
         const Unit v = unit(first + b);
         float e[8];
         load(e, reinterpret_cast<const T*>(&raw[b]));
+        if (weight && BEHIND) add_squares(v, e);
         if (weight && v.valid) {
-          float sum = 0, g[8];
-          for (int i = 0; i < WARPS; i++) sum += shared_squares[v.m * WARPS + i];
-          const float r = rsqrtf(sum / k + eps);
-          load(g, gain[b].at);
+          const float r = BEHIND ? 1.0f : norm_factor(v.m, eps);
+          float g[8];
+          load(g, AHEAD ? reinterpret_cast<const G*>(place_of(v)) : weight + min(v.at, k - 8));
 #pragma unroll
           for (int i = 0; i < 8; i++) e[i] = v.at < k ? to_float(from_float<T>(e[i] * r * g[i])) : 0.0f;
         }
@@ -211,13 +252,14 @@ struct Qmv {
 #pragma unroll
         for (int bit = 1; bit < 4 / PARTS; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
         if (!v.valid) continue;
-        shared_x[v.take * SLICE + ((v.step * WORDS + v.j) * M + v.m) * 4 + v.t] = make_uint4(
-            pack<T>(e[0], e[4]), pack<T>(e[2], e[6]), pack<T>(e[1], e[5]), pack<T>(e[3], e[7]));
+        *place_of(v) =
+            make_uint4(pack<T>(e[0], e[4]), pack<T>(e[2], e[6]), pack<T>(e[1], e[5]), pack<T>(e[3], e[7]));
         if (v.j == 0 && v.t % (4 / PARTS) == 0)
           shared_sums[((v.take * TAKE + v.step) * PARTS + v.t * PARTS / 4) * M + v.m] =
               sum * (1 / Subnormal<T>::UNDO);
       }
     }
+    if (weight && BEHIND) leave_square();
   }
 
   // sums[pass] += tile @ x of that take, for this lane's rows g, g+8 and two rows of x.
@@ -287,10 +329,10 @@ struct Qmv {
     return sum * Subnormal<T>::UNDO;
   }
 
-  // The count-th tile of this block is multiplied.
+  // The count-th tile of this block is multiplied. normed: the norm's r is still to come.
   template <typename E>
-  __device__ __forceinline__ void finish(float (&sums)[PASSES][4], int tile, int count,
-                                         const E& epilogue) const {
+  __device__ __forceinline__ void finish(float (&sums)[PASSES][4], int tile, int count, bool normed,
+                                         float eps, const E& epilogue) const {
     constexpr int COLUMNS = ROWS / E::ROWS, ITEMS = (M * COLUMNS + 31) / 32;  // of y; a lane's
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int buffer = count % 2;
@@ -309,9 +351,10 @@ struct Qmv {
     for (int i = 0; i < ITEMS; i++) {
       const int m = (i * 32 + lane) / COLUMNS, row = blockIdx.y * M + m;
       const int column = tile * COLUMNS + lane % COLUMNS, first = lane % COLUMNS * E::ROWS;
-      if (m < M && row < rows && column < epilogue.columns())
-        epilogue.write(row, column, total(buffer, m, first),
-                       E::ROWS == 2 ? total(buffer, m, first + 1) : 0.0f, behind[i]);
+      if (m >= M || row >= rows || column >= epilogue.columns()) continue;
+      const float r = normed ? norm_factor(m, eps) : 1.0f;
+      epilogue.write(row, column, total(buffer, m, first) * r,
+                     E::ROWS == 2 ? total(buffer, m, first + 1) * r : 0.0f, behind[i]);
     }
   }
 
@@ -329,11 +372,8 @@ struct Qmv {
     Held held;  // the first loads are under way while x is prepared
     if (take < takes) load_held(held, tile, take);
     place();
-    if (weight)  // of the norm: other weights have pushed it out of L2 since it was used last
-      for (int i = threadIdx.x * 64; i < k; i += THREADS * 64) prefetch(weight + i);
-    if (!expert) wait_for_previous_kernel();
     prepare_x(weight, eps);
-    __syncthreads();
+    __syncwarp();  // a warp multiplies by nothing but its own x, and by zeros
     float sums[PASSES][4] = {};
 #pragma unroll 1
     while (tile < tiles) {
@@ -343,7 +383,7 @@ struct Qmv {
       const bool last = take >= TAKES;
       if (last) take = warp, tile += gridDim.x;
       if (tile < tiles && take < takes) load_held(held, tile, take);
-      if (last) finish(sums, done, count++, epilogue);
+      if (last) finish(sums, done, count++, BEHIND && weight, eps, epilogue);
     }
   }
 };

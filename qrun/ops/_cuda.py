@@ -5,9 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 
 from qrun.ops._cuda_attend import attend
+from qrun.ops._cuda_direct import once
 from qrun.ops._cuda_mixture import combine, gather_qmm, route
 from qrun.ops._cuda_product import gemm, qmm, qmv
-from qrun.ops._cuda_program import once, traced
+from qrun.ops._cuda_program import traced
 from qrun.ops._cuda_rows import (
     argmax,
     embedding,

@@ -7,7 +7,7 @@ import mlx.core as mx
 from qrun.ops import _cuda_product
 from qrun.ops._cuda_launch import Constant, Shape, after, alone, ceil_div, launch, literal, pointer
 
-WARPS = 8
+THREADS, CHUNK = 256, 64  # of attend.cuh
 LONGEST = 8192  # positions of a cache
 
 
@@ -36,14 +36,15 @@ def attend(
     if d % 8 or d > 256 or capacity > LONGEST:
         return None
     group, half = heads // kv_heads, table.shape[1]
-    rows = min(group, 4 if d <= 128 else 2)
+    rows = min(group, 8)
     splits = next(s for s in (8, 4, 2, 1) if s == 1 or capacity >= 32 * s)
     constants: dict[str, Constant] = {"T": qkv.dtype, "D": d, "HALF": half, "ROWS": rows}
-    constants |= {"WARPS": WARPS, "SPLITS": splits}
+    stages = 3 if d <= 128 else 2
+    constants |= {"STAGES": stages, "SPLITS": splits}
     constants["QN"] = mx.float32 if q_norm is None else q_norm.dtype
     constants["KN"] = mx.float32 if k_norm is None else k_norm.dtype
     source = (
-        "qrun::Attend<T, QN, KN, D, HALF, ROWS, WARPS, SPLITS>{qkv, offset, table, "
+        "qrun::Attend<T, QN, KN, D, HALF, ROWS, STAGES, SPLITS>{qkv, offset, table, "
         f"{pointer('q_norm', q_norm, 'QN')}, {pointer('k_norm', k_norm, 'KN')}, {literal(eps)}, "
         f"{literal(scale)}, {literal(softcap)}, {window}, y, const_cast<T*>(k_cache), "
         f"const_cast<T*>(v_cache), {heads}, {kv_heads}, k_cache_shape[2]}}.run();"
@@ -56,7 +57,14 @@ def attend(
         {"y": ((batch, heads * d), qkv.dtype)},
         constants,
         (splits, batch * kv_heads, ceil_div(group, rows)),
-        Shape(32 * WARPS, 1, ((rows + 2) * d + (WARPS + 1) * rows * (d + 2)) * 4, splits),
+        Shape(THREADS, 1, _shared(d, rows, stages, splits), splits),
     )[0]
     k_cache, v_cache = after([k_cache, v_cache], y)
     return y, k_cache, v_cache
+
+
+def _shared(d: int, rows: int, stages: int, splits: int) -> int:
+    """Bytes of shared memory: `SHARED` of the kernel."""
+    heads = (8 + stages * 2 * CHUNK) * (ceil_div(d, 32) * 32 + 8) * 2
+    sums = CHUNK // 16 * rows * (d + 2) + splits * (rows * 2 + ceil_div(rows * d, splits))
+    return heads + sums * 4

@@ -7,17 +7,22 @@ reference manuals, 12 and later.
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from collections.abc import Sequence
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qrun.errors import BackendError
+
+if TYPE_CHECKING:
+    from qrun.ops._cuda_launch import Kernel
 
 COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
+NOT_READY = 600  # CUDA_ERROR_NOT_READY
 PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -25,6 +30,9 @@ class _Attribute(ctypes.Structure):
     """CUlaunchAttribute: an id, and a value in a union of 64 bytes."""
 
     _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+_EARLY = ctypes.pointer(_Attribute(PROGRAMMATIC_SERIALIZATION, 0, 1))
 
 
 class _Config(ctypes.Structure):
@@ -45,14 +53,18 @@ def _cuda() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def call(name: str, *arguments: Any) -> None:
-    """Call a function of the driver. Raises BackendError with its name and what the driver says."""
+def call(name: str, *arguments: Any, but: int = 0) -> int:
+    """Call a function of the driver -> its status, 0 or `but`.
+
+    Raises BackendError with the function's name and what the driver says.
+    """
     status = getattr(_cuda(), name)(*arguments)
-    if status:
+    if status not in (0, but):
         text = c_char_p()
         _cuda().cuGetErrorString(status, byref(text))
         what = text.value.decode() if text.value else f"error {status}"
         raise BackendError(f"CUDA: {name}: {what}")
+    return status
 
 
 @cache
@@ -81,15 +93,25 @@ def compute_capability() -> tuple[int, int]:
     return values[0].value, values[1].value
 
 
-@cache
-def function(cubin: bytes, name: str, shared: int) -> c_void_p:
-    """A kernel of a compiled module, loaded once, allowed `shared` bytes of shared memory."""
-    enter()
-    module, found = c_void_p(), c_void_p()
-    call("cuModuleLoadData", byref(module), cubin)
-    call("cuModuleGetFunction", byref(found), module, name.encode())
-    if shared > 48 * 1024:
-        call("cuFuncSetAttribute", found, MAX_DYNAMIC_SHARED, shared)
+_functions: dict[str, c_void_p] = {}  # by name
+
+
+def loaded(kernel: Kernel) -> bool:
+    """Whether it can be launched at once."""
+    return kernel.name in _functions
+
+
+def function(kernel: Kernel) -> c_void_p:
+    """The kernel on the device, loaded once, allowed all its shared memory."""
+    found = _functions.get(kernel.name)
+    if found is None:
+        enter()
+        module, found = c_void_p(), c_void_p()
+        call("cuModuleLoadData", byref(module), kernel.cubin)
+        call("cuModuleGetFunction", byref(found), module, kernel.name.encode())
+        if kernel.shape.shared > 48 * 1024:
+            call("cuFuncSetAttribute", found, MAX_DYNAMIC_SHARED, kernel.shape.shared)
+        _functions[kernel.name] = found
     return found
 
 
@@ -111,12 +133,10 @@ class Stream:
 
     def launch(
         self,
-        kernel: c_void_p,
+        kernel: Kernel,
         grid: tuple[int, int, int],
-        threads: int,
-        shared: int,
-        pointers: list[int],
-        numbers: list[int],
+        pointers: Sequence[int],
+        numbers: Sequence[int],
         *,
         early: bool,
     ) -> None:
@@ -125,33 +145,41 @@ class Stream:
         early: it may start while the one before still runs (programmatic dependent launch); it
         must then wait by itself before it touches what that one writes or reads.
         """
-        values: list[Any] = [*map(c_void_p, pointers), *map(c_int, numbers)]
-        addresses = (c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
-        attribute = _Attribute(PROGRAMMATIC_SERIALIZATION, 0, int(early))
+        shape, count = kernel.shape, len(pointers) + len(numbers)
+        # An int takes the lower half of its eight bytes.
+        values = (c_uint64 * count)(*pointers, *numbers)
+        at = ctypes.addressof(values)
+        addresses = (c_void_p * count)(*range(at, at + 8 * count, 8))
         config = _Config(
-            (c_uint * 3)(*grid), (c_uint * 3)(threads, 1, 1), shared, self.handle,
-            ctypes.pointer(attribute), int(early),
+            grid, (shape.threads, 1, 1), shape.shared, self.handle, _EARLY, int(early)
         )  # fmt: skip
-        call("cuLaunchKernelEx", byref(config), kernel, addresses, None)
+        call("cuLaunchKernelEx", byref(config), function(kernel), addresses, None)
+
+
+@cache
+def stream() -> Stream:
+    """The one that all of our own launches run on, in their order."""
+    return Stream()
 
 
 class Graph:
-    """What was launched on a stream between `begin` and `end`, replayed as a whole."""
+    """What is launched on its `stream` until `end`, replayed as a whole."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream, self._handle = stream, c_void_p()
-        call("cuStreamBeginCapture_v2", stream.handle, CAPTURE_THREAD_LOCAL)
+    def __init__(self) -> None:
+        self.stream, self._handle = Stream(), c_void_p()
+        call("cuStreamBeginCapture_v2", self.stream.handle, CAPTURE_THREAD_LOCAL)
 
     def end(self) -> None:
         """Stop recording, make it ready to run."""
         graph = c_void_p()
-        call("cuStreamEndCapture", self._stream.handle, byref(graph))
-        call("cuGraphInstantiateWithFlags", byref(self._handle), graph, ctypes.c_ulonglong(0))
+        call("cuStreamEndCapture", self.stream.handle, byref(graph))
+        call("cuGraphInstantiateWithFlags", byref(self._handle), graph, c_ulonglong(0))
         call("cuGraphDestroy", graph)
+        self.stream.destroy()
 
-    def launch(self) -> None:
+    def launch(self, stream: Stream) -> None:
         """Enqueue all of it."""
-        call("cuGraphLaunch", self._handle, self._stream.handle)
+        call("cuGraphLaunch", self._handle, stream.handle)
 
     def destroy(self) -> None:
         """Free it; it must not run any more."""
@@ -181,17 +209,16 @@ def to_device(stream: Stream, device: int, host: int, size: int) -> None:
     """Enqueue a copy of `size` bytes from pinned host memory."""
     call(
         "cuMemcpyHtoDAsync_v2",
-        ctypes.c_uint64(device),
+        c_uint64(device),
         c_void_p(host),
         c_size_t(size),
         stream.handle,
     )
 
 
-def write(stream: Stream, device: int, data: bytes) -> None:
-    """A copy from any host memory, done when this returns."""
-    stream.wait()
-    call("cuMemcpyHtoD_v2", ctypes.c_uint64(device), data, c_size_t(len(data)))
+def send(stream: Stream, device: int, data: bytes) -> None:
+    """Enqueue a copy from any host memory; what of it is needed later is taken at once."""
+    call("cuMemcpyHtoDAsync_v2", c_uint64(device), data, c_size_t(len(data)), stream.handle)
 
 
 def to_host(stream: Stream, host: int, device: int, size: int) -> None:
@@ -199,7 +226,7 @@ def to_host(stream: Stream, host: int, device: int, size: int) -> None:
     call(
         "cuMemcpyDtoHAsync_v2",
         c_void_p(host),
-        ctypes.c_uint64(device),
+        c_uint64(device),
         c_size_t(size),
         stream.handle,
     )
@@ -209,8 +236,8 @@ def on_device(stream: Stream, to: int, origin: int, size: int) -> None:
     """Enqueue a copy of `size` bytes within the device."""
     call(
         "cuMemcpyDtoDAsync_v2",
-        ctypes.c_uint64(to),
-        ctypes.c_uint64(origin),
+        c_uint64(to),
+        c_uint64(origin),
         c_size_t(size),
         stream.handle,
     )
@@ -231,6 +258,10 @@ class Event:
     def wait(self) -> None:
         """Until the stream has come this far."""
         call("cuEventSynchronize", self._handle)
+
+    def done(self) -> bool:
+        """Whether it has."""
+        return call("cuEventQuery", self._handle, but=NOT_READY) == 0
 
     def destroy(self) -> None:
         """Free it."""

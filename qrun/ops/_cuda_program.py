@@ -12,37 +12,43 @@ its weights ahead and waits by itself (`wait_for_previous_kernel` of kernels/com
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
 from qrun.ops import _cuda_driver as driver
+from qrun.ops._cuda_addresses import addresses
 from qrun.ops._cuda_compile import compile_all
-from qrun.ops._cuda_launch import Kernel, Output, Shape, by_mlx, run_by
+from qrun.ops._cuda_launch import Kernel, Output, run_by
+from qrun.ops._cuda_memory import ENDLESS, Room, aligned
 from qrun.ops._launch import Arrays, Step, enqueued
 
-ALIGNMENT = 256
 SMALL = 64  # outputs of up to as many bytes are wanted by the host
 SLOTS = 4  # replays in flight whose inputs and small outputs have host memory of their own
-ADDRESSES = 32  # arrays whose addresses one kernel writes down
 
 
 class NotRecordableError(Exception):
     """The step does something with its arrays that is none of our launches."""
 
 
+class Block:
+    """Memory for one result of a launch."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size  # bytes
+
+
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Stands for an array while a step is recorded: a place in a block of the tape's memory."""
+    """Stands for an array where our own launches make it: a place in a block of memory."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
-    block: int
+    block: Block
     start: int = 0  # bytes from the start of the block
 
     @property
@@ -71,6 +77,9 @@ class Slot:
         raise NotRecordableError(name)
 
 
+NOT_RECORDABLE = (NotRecordableError, TypeError, ValueError)  # the latter: how MLX refuses a Slot
+
+
 @dataclass(frozen=True)
 class _Launch:
     kernel: Kernel
@@ -80,19 +89,16 @@ class _Launch:
 
 
 class Tape:
-    """What a step launches, in order, and the blocks of memory that its results need."""
+    """What a step launches, in order."""
 
     def __init__(self) -> None:
         self.inputs: list[Slot] = []
         self.outputs: list[Slot] = []
         self.launches: list[_Launch] = []
-        self.sizes: list[int] = []
 
     def slot(self, shape: tuple[int, ...], dtype: mx.Dtype) -> Slot:
         """A new place."""
-        made = Slot(tuple(shape), dtype, len(self.sizes))
-        self.sizes.append(-(-max(made.nbytes, 1) // ALIGNMENT) * ALIGNMENT)
-        return made
+        return Slot(tuple(shape), dtype, Block(aligned(prod(shape) * dtype.size)))
 
     def run(
         self,
@@ -107,45 +113,32 @@ class Tape:
         self.launches.append(_Launch(kernel, [*inputs, *made], numbers, grid))
         return cast(Arrays, made)
 
-    def placed(self) -> tuple[list[int], int]:
+    def outside(self) -> Arrays:
+        """What the launches read and write besides their own results and the inputs."""
+        found = (a for each in self.launches for a in each.arrays if isinstance(a, mx.array))
+        return list({id(a): a for a in found}.values())
+
+    def placed(self) -> tuple[dict[Block, int], int]:
         """Where each block begins, and the bytes of all; what is read no more makes room.
 
         Inputs and outputs stay. A launch writes only when the one before it has ended, so a block
         may follow right upon the last reader of another.
         """
-        kept = {slot.block for slot in (*self.inputs, *self.outputs)}
-        last = {
-            a.block: n
-            for n, each in enumerate(self.launches)
-            for a in each.arrays
-            if isinstance(a, Slot)
-        }
-        places = [-1] * len(self.sizes)
-        free: list[tuple[int, int]] = []  # size, place
-        end = 0
-
-        def place(block: int) -> None:
-            nonlocal end
-            size = self.sizes[block]
-            fit = min((f for f in free if f[0] >= size), default=None)
-            if fit is None:
-                places[block] = end
-                end += size
-                return
-            free.remove(fit)
-            places[block] = fit[1]
-            if fit[0] > size:
-                free.append((fit[0] - size, fit[1] + size))
-
-        for block in sorted(kept):
-            place(block)
-        for n, each in enumerate(self.launches):
-            used = {a.block for a in each.arrays if isinstance(a, Slot)} - kept
-            for block in sorted(used):
-                if places[block] < 0:
-                    place(block)
-            free += [(self.sizes[b], places[b]) for b in sorted(used) if last[b] == n]
-        return places, end
+        kept = {slot.block: None for slot in (*self.inputs, *self.outputs)}
+        uses = [
+            {a.block: None for a in each.arrays if isinstance(a, Slot)} for each in self.launches
+        ]
+        last = {block: n for n, blocks in enumerate(uses) for block in blocks}
+        room = Room(lambda size: (0, ENDLESS))
+        places = {block: room.take(block.size) for block in kept}
+        for n, blocks in enumerate(uses):
+            for block in blocks:
+                if block not in places:
+                    places[block] = room.take(block.size)
+            for block in blocks:
+                if last[block] == n and block not in kept:
+                    room.give(places[block], block.size)
+        return places, max((at + block.size for block, at in places.items()), default=0)
 
 
 def traced(step: Step) -> Step:
@@ -165,22 +158,11 @@ def traced(step: Step) -> Step:
         if program is None or any(a is not b for a, b in zip(state, bound, strict=True)):
             tape = record(step, inputs, state)
             if tape is None:
+                driver.stream().wait()  # for what MLX knows nothing of
                 by_graph = enqueued(mx.compile(step))
                 return by_graph(inputs, state)
             program, bound = Program(tape, inputs, state), state
         return program(inputs), bound
-
-    return run
-
-
-def once(step: Step) -> Step:
-    """The same for a step that runs a single time: launched as it is, without a graph."""
-
-    def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
-        tape = record(step, inputs, state)
-        if tape is None:
-            return enqueued(step)(inputs, state)
-        return Program(tape, inputs, state, graph=False)(inputs), state
 
     return run
 
@@ -192,7 +174,7 @@ def record(step: Step, inputs: Arrays, state: Arrays) -> Tape | None:
     try:
         with run_by(tape.run):
             outputs, _ = step(cast(Arrays, tape.inputs), state)
-    except (NotRecordableError, TypeError, ValueError):  # how MLX refuses a Slot
+    except NOT_RECORDABLE:
         return None
     if not all(isinstance(o, Slot) for o in outputs):
         return None
@@ -200,60 +182,90 @@ def record(step: Step, inputs: Arrays, state: Arrays) -> Tape | None:
     return tape
 
 
-class Pending:
-    """A small result of a replay under way."""
+def load(tape: Tape) -> None:
+    """Its kernels onto the device; those never compiled yet are compiled side by side."""
+    kernels = {each.kernel.name: each.kernel for each in tape.launches}
+    compile_all([kernel.text for kernel in kernels.values() if not driver.loaded(kernel)])
+    for kernel in kernels.values():
+        driver.function(kernel)
 
-    def __init__(self, program: Program, slot: Slot, event: driver.Event, host: Any) -> None:
-        self.program, self.slot = program, slot
-        self.shape, self.dtype = slot.shape, slot.dtype
-        self._event, self._host = event, host
+
+class Mail:
+    """Host memory for the small inputs and outputs of some replays in flight."""
+
+    def __init__(self, places: int) -> None:
+        self._size = SMALL * places
+        self._memory = driver.Pinned(SLOTS * self._size)
+        self._events = [driver.Event() for _ in range(SLOTS)]
+        self._turns = 0
+
+    def turn(self) -> tuple[int, driver.Event]:
+        """The next one's first address, and the event that says that it is over."""
+        self._turns += 1
+        at = self._turns % SLOTS
+        return self._memory.address + at * self._size, self._events[at]
+
+    def part(self, address: int, size: int) -> memoryview:
+        """Some of the bytes, to read and write."""
+        return self._memory.part(address, size)
+
+    def free(self) -> None:
+        """Give it back."""
+        for event in self._events:
+            event.destroy()
+        self._memory.free()
+
+
+class Pending:
+    """A small result under way: at `address` on the device, and by the time of `event` at `host`.
+
+    owner: whose memory that is. over() is called once the value is there.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        address: int,
+        event: driver.Event,
+        host: memoryview,
+        owner: object,
+        over: Callable[[], None] | None = None,
+    ) -> None:
+        self.shape, self.dtype, self.nbytes = slot.shape, slot.dtype, slot.nbytes
+        self.address, self._event, self._host = address, event, host
+        self._owner, self._over = owner, over
 
     def item(self) -> int | float:
-        """The value, once it is there. To be asked for before SLOTS more replays are enqueued."""
+        """The value, once it is there. To be asked for before SLOTS more runs are enqueued."""
         self._event.wait()
-        number = np.frombuffer(self._host, np.int32 if self.slot.dtype == mx.int32 else np.float32)
+        if self._over is not None:
+            self._over()
+        number = np.frombuffer(self._host, np.int32 if self.dtype == mx.int32 else np.float32)
         return number[0].item()
 
 
 class Program:
-    """A recorded step. Replays follow each other on a stream of its own."""
+    """A recorded step as a graph; its replays follow each other on our stream."""
 
-    def __init__(self, tape: Tape, inputs: Arrays, state: Arrays, *, graph: bool = True) -> None:
+    def __init__(self, tape: Tape, inputs: Arrays, state: Arrays) -> None:
         self._inputs, self._outputs = tape.inputs, tape.outputs
         self._small = [s for s in self._outputs if s.nbytes <= SMALL]
         self._places, size = tape.placed()
         self._memory = mx.zeros(size, mx.uint8)
-        compile_all([each.kernel.text for each in tape.launches])
+        load(tape)
         made = [a for a in inputs if not isinstance(a, Pending)]
         mx.eval(self._memory, made, state)
         mx.synchronize()
         # Everything that a launch reads or writes outside the memory stays alive with the program.
-        found = (a for each in tape.launches for a in each.arrays if isinstance(a, mx.array))
-        self._held = list({id(a): a for a in found}.values())
+        self._held = tape.outside()
         self._base, *others = addresses([self._memory, *self._held])
-        self._where = {id(a): at for a, at in zip(self._held, others, strict=True)}
-        self._stream = driver.Stream()
-        self._host = driver.Pinned(SLOTS * SMALL * (len(inputs) + len(self._small)))
-        self._events = [driver.Event() for _ in range(SLOTS)]
-        self._replays = 0
-        self._launches = tape.launches
-        self._graph = driver.Graph(self._stream) if graph else None
-        if self._graph is not None:
-            self._launch()
-            self._graph.end()
-
-    def _launch(self) -> None:
-        for each in self._launches:
-            kernel = each.kernel
-            self._stream.launch(
-                driver.function(kernel.cubin, kernel.name, kernel.shape.shared),
-                each.grid,
-                kernel.shape.threads,
-                kernel.shape.shared,
-                [self._at(a) if isinstance(a, Slot) else self._where[id(a)] for a in each.arrays],
-                each.numbers,
-                early=EARLY,
-            )
+        where = {id(a): at for a, at in zip(self._held, others, strict=True)}
+        self._mail = Mail(len(inputs) + len(self._small))
+        self._graph = driver.Graph()
+        for each in tape.launches:
+            at = [self._at(a) if isinstance(a, Slot) else where[id(a)] for a in each.arrays]
+            self._graph.stream.launch(each.kernel, each.grid, at, each.numbers, early=EARLY)
+        self._graph.end()
 
     def _at(self, slot: Slot) -> int:
         """Its address on the device."""
@@ -262,112 +274,56 @@ class Program:
     def __call__(self, inputs: Arrays) -> Arrays:
         """Enqueue a replay. Large outputs are copied, which waits for it."""
         driver.enter()
-        turn = self._replays % SLOTS
-        self._replays += 1
-        host = self._host.address + turn * SMALL * (len(self._inputs) + len(self._small))
+        stream = driver.stream()
+        host, event = self._mail.turn()
         for slot, value in zip(self._inputs, inputs, strict=True):
-            self._place(slot, value, host)
+            self._place(stream, slot, value, host)
             host += SMALL
-        if self._graph is None:
-            self._launch()
-        else:
-            self._graph.launch()
-        event = self._events[turn]
+        self._graph.launch(stream)
         pending: dict[int, Pending] = {}
         for slot in self._small:
-            driver.to_host(self._stream, host, self._at(slot), slot.nbytes)
-            pending[id(slot)] = Pending(self, slot, event, self._host.part(host, slot.nbytes))
+            at, place = self._at(slot), self._mail.part(host, slot.nbytes)
+            driver.to_host(stream, host, at, slot.nbytes)
+            pending[id(slot)] = Pending(slot, at, event, place, self)
             host += SMALL
-        event.record(self._stream)
+        event.record(stream)
         return [cast(Any, pending.get(id(s))) or self._copied(s) for s in self._outputs]
 
-    def _place(self, slot: Slot, value: Any, host: int) -> None:
-        """An input into its place: on the device if a replay made it, else by way of the host."""
-        if isinstance(value, Pending) and value.program is self:
-            driver.on_device(self._stream, self._at(slot), self._at(value.slot), slot.nbytes)
-            return
+    def _place(self, stream: driver.Stream, slot: Slot, value: Any, host: int) -> None:
+        """An input into its place: on the device if a launch made it, else by way of the host."""
         if isinstance(value, Pending):
-            data = np.array([value.item()], np.int32)
+            driver.on_device(stream, self._at(slot), value.address, slot.nbytes)
+        elif slot.nbytes <= SMALL:
+            self._mail.part(host, slot.nbytes)[:] = bytes_of(value)
+            driver.to_device(stream, self._at(slot), host, slot.nbytes)
         else:
-            data = np.array(value.view(mx.uint8) if value.dtype == mx.bfloat16 else value)
-        if slot.nbytes <= SMALL:
-            self._host.part(host, slot.nbytes)[:] = data.tobytes()
-            driver.to_device(self._stream, self._at(slot), host, slot.nbytes)
-        else:
-            driver.write(self._stream, self._at(slot), data.tobytes())
+            driver.send(stream, self._at(slot), bytes_of(value))
 
     def _copied(self, slot: Slot) -> mx.array:
-        """An output as an array of MLX that later replays leave alone."""
-        self._stream.wait()
-        start = self._places[slot.block] + slot.start
-        part = self._memory[start : start + slot.nbytes]
-        copy = part.view(slot.dtype).reshape(slot.shape) + 0
-        mx.eval(copy)
-        return copy
+        driver.stream().wait()
+        return copied(self._memory, self._places[slot.block] + slot.start, slot)
 
     def __del__(self) -> None:
         """Memory must not go back while a replay still writes to it."""
         if "_graph" not in self.__dict__:
             return  # never recorded
         driver.enter()
-        self._stream.wait()
-        if self._graph is not None:
-            self._graph.destroy()
-        for event in self._events:
-            event.destroy()
-        self._stream.destroy()
-        self._host.free()
+        driver.stream().wait()
+        self._graph.destroy()
+        self._mail.free()
+
+
+def bytes_of(array: mx.array) -> bytes:
+    """Its values, in the order of rows."""
+    return np.array(array.view(mx.uint8) if array.dtype == mx.bfloat16 else array).tobytes()
+
+
+def copied(memory: mx.array, start: int, slot: Slot) -> mx.array:
+    """What lies at byte `start` of memory, as an array of MLX that later launches leave alone."""
+    copy = memory[start : start + slot.nbytes].view(slot.dtype).reshape(slot.shape) + 0
+    mx.eval(copy)
+    return copy
 
 
 # Whether kernels start early, see above.
 EARLY = True
-
-
-class _Known(NamedTuple):
-    """Where an array lies. `kept` is the array itself, or its copy in the order of rows."""
-
-    array: weakref.ref[mx.array]
-    kept: mx.array
-    address: int
-
-
-_known: dict[int, _Known] = {}  # by id; gone with the array
-
-
-def addresses(arrays: Arrays) -> list[int]:
-    """Where arrays lie on the device, in the order of rows. To ask takes long: it is remembered."""
-    new = [a for a in {id(a): a for a in arrays}.values() if id(a) not in _known]
-    kept = [mx.contiguous(a) for a in new]
-    mx.eval(kept)
-    for array, copy, address in zip(new, kept, _asked(kept), strict=True):
-        key = id(array)
-        forget = partial(_forget, key)
-        _known[key] = _Known(weakref.ref(array, forget), copy, address)
-    return [_known[id(a)].address for a in arrays]
-
-
-def _forget(key: int, _: object) -> None:
-    del _known[key]
-
-
-def _asked(arrays: Arrays) -> list[int]:
-    """The addresses of evaluated arrays: a kernel is told, and writes it down."""
-    names = [f"a{i}" for i in range(ADDRESSES)]
-    text = (
-        'extern "C" __global__ void qrun_addresses('
-        + "".join(f"const void* {n}, " for n in names)
-        + "unsigned long long* out) {\n"
-        + "".join(
-            f"  out[{i}] = reinterpret_cast<unsigned long long>({n});\n"
-            for i, n in enumerate(names)
-        )
-        + "}\n"
-    )
-    kernel = Kernel("addresses", "qrun_addresses", text, Shape(1))
-    found: list[int] = []
-    for start in range(0, len(arrays), ADDRESSES):
-        part = arrays[start : start + ADDRESSES]
-        padded = part + part[:1] * (ADDRESSES - len(part))
-        (out,) = by_mlx(kernel, padded, [], [((ADDRESSES,), mx.uint64)], (1, 1, 1))
-        found += [int(v) for v in np.array(out)[: len(part)]]
-    return found

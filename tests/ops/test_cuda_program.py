@@ -11,7 +11,7 @@ import pytest
 from qrun.generation import forward
 from qrun.loader import load
 from qrun.ops import _cuda, _cuda_product, _launch
-from qrun.ops._cuda_program import NotRecordableError, Slot, Tape, record
+from qrun.ops._cuda_program import Block, NotRecordableError, Slot, Tape, record
 from tests import zoo
 
 
@@ -59,25 +59,25 @@ def test_blocks_in_use_at_once_do_not_overlap(
     assert tape is not None
     places, size = tape.placed()
     kept = {slot.block for slot in (*tape.inputs, *tape.outputs)}
-    uses: dict[int, list[int]] = {block: [0, len(tape.launches)] for block in kept}
+    uses: dict[Block, list[int]] = {block: [0, len(tape.launches)] for block in kept}
     for n, each in enumerate(tape.launches):
         for a in each.arrays:
             if isinstance(a, Slot) and a.block not in kept:
                 uses.setdefault(a.block, []).append(n)
     assert len(uses) > 20
     for a, when in uses.items():
-        assert places[a] >= 0 and places[a] + tape.sizes[a] <= size
+        assert places[a] >= 0 and places[a] + a.size <= size
         for b, other in uses.items():
-            if a < b and min(when) <= max(other) and min(other) <= max(when):
-                apart = places[a] + tape.sizes[a] <= places[b]
-                assert apart or places[b] + tape.sizes[b] <= places[a]
-    assert size < sum(tape.sizes) / 2  # and what is free is used again
+            if a is not b and min(when) <= max(other) and min(other) <= max(when):
+                apart = places[a] + a.size <= places[b]
+                assert apart or places[b] + b.size <= places[a]
+    assert size < sum(block.size for block in uses) / 2  # and what is free is used again
 
 
 def test_an_op_of_mlx_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = zoo.write(tmp_path / "llama", "llama")  # its embedding is a look-up by MLX
     assert tape_of(dense, monkeypatch, 1) is None
-    slot = Slot((2, 8), mx.float32, 0)
+    slot = Slot((2, 8), mx.float32, Block(64))
     with pytest.raises(NotRecordableError):
         slot.astype(mx.float16)
     with pytest.raises((TypeError, ValueError)):

@@ -1,0 +1,177 @@
+"""A step that runs a single time, such as a prompt: each launch goes out as soon as it is known.
+
+The card works on the first layer while Python still asks for the second. The memory of a result
+goes back when nobody holds its stand-in any more: launches keep their order, so whoever takes it
+next writes after its last reader.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import cache
+from math import prod
+from typing import Any, cast
+
+import mlx.core as mx
+
+from qrun.ops import _cuda_driver as driver
+from qrun.ops import _cuda_program as program
+from qrun.ops._cuda_addresses import address_of, addresses
+from qrun.ops._cuda_launch import Kernel, Output, run_by
+from qrun.ops._cuda_memory import Room, aligned
+from qrun.ops._cuda_program import SMALL, Block, Mail, Pending, Slot, bytes_of, record
+from qrun.ops._launch import Arrays, Step, enqueued
+
+LEAST = 1 << 25  # bytes that memory grows by
+
+
+class _NewKernelError(Exception):
+    """A kernel that is not on the device yet: better to look for all of them first."""
+
+
+class _Memory:
+    """Device memory that results are made in. It stays, for the next prompt needs it again."""
+
+    def __init__(self) -> None:
+        self.room = Room(self._more)
+        self._parts: dict[int, mx.array] = {}  # by address
+
+    def _more(self, size: int) -> tuple[int, int]:
+        size = max(size, LEAST, sum(part.nbytes for part in self._parts.values()))
+        part = mx.zeros(size, mx.uint8)
+        (address,) = addresses([part])
+        self._parts[address] = part
+        return address, size
+
+    def copied(self, slot: Slot, address: int) -> mx.array:
+        """What lies there, as an array of MLX."""
+        start = max(a for a in self._parts if a <= address)
+        return program.copied(self._parts[start], address - start, slot)
+
+
+@cache
+def memory() -> _Memory:
+    return _Memory()
+
+
+@cache
+def mail() -> Mail:
+    return Mail(1)
+
+
+class _Lent(Block):
+    """A block that goes back by itself."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._room = memory().room
+        self.address = self._room.take(size)
+
+    def __del__(self) -> None:
+        self._room.give(self.address, self.size)
+
+
+class _Direct:
+    """A runner of _cuda_launch.py that launches."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, mx.array] = {}  # what the launches read and write, by id
+
+    def slot(self, shape: tuple[int, ...], dtype: mx.Dtype) -> Slot:
+        """A new place."""
+        return Slot(tuple(shape), dtype, _Lent(aligned(prod(shape) * dtype.size)))
+
+    def address(self, array: mx.array | Slot) -> int:
+        """Where it lies on the device."""
+        if isinstance(array, Slot):
+            return cast(_Lent, array.block).address + array.start
+        self.held[id(array)] = array
+        return address_of(array)
+
+    def run(
+        self,
+        kernel: Kernel,
+        inputs: list[mx.array],
+        numbers: list[int],
+        outputs: list[Output],
+        grid: tuple[int, int, int],
+    ) -> list[mx.array]:
+        if not driver.loaded(kernel):
+            raise _NewKernelError(kernel.label)
+        made = [self.slot(shape, dtype) for shape, dtype in outputs]
+        pointers = [self.address(a) for a in (*inputs, *made)]
+        driver.stream().launch(kernel, grid, pointers, numbers, early=program.EARLY)
+        return cast(Arrays, made)
+
+
+# The arrays of runs that may still be under way, and the events behind them.
+under_way: deque[tuple[driver.Event, Arrays]] = deque()
+
+
+def once(step: Step) -> Step:
+    """The step for a single run: launched as it goes where all it does is launch our kernels.
+
+    State is written in place. A small output comes back as `Pending`.
+    """
+
+    def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+        outputs = _launched(step, inputs, state)
+        if outputs is None:
+            tape = record(step, inputs, state)
+            if tape is not None:
+                program.load(tape)
+                addresses(tape.outside())
+                outputs = _launched(step, inputs, state)
+        if outputs is None:
+            driver.stream().wait()  # for what MLX knows nothing of
+            return enqueued(step)(inputs, state)
+        return outputs, state
+
+    return run
+
+
+def _launched(step: Step, inputs: Arrays, state: Arrays) -> Arrays | None:
+    """What it returns; None if it needs a new kernel, or does something else with its arrays."""
+    _settle()
+    driver.enter()
+    stream, direct = driver.stream(), _Direct()
+    mx.eval(state)
+    addresses(state)
+    mx.synchronize()
+    slots = [direct.slot(a.shape, a.dtype) for a in inputs]
+    for slot, value in zip(slots, inputs, strict=True):
+        if isinstance(value, Pending):
+            driver.on_device(stream, direct.address(slot), value.address, value.nbytes)
+        else:
+            driver.send(stream, direct.address(slot), bytes_of(value))
+    try:
+        with run_by(direct.run):
+            outputs, _ = step(cast(Arrays, slots), state)
+    except (_NewKernelError, *program.NOT_RECORDABLE):
+        return None
+    finally:
+        event = driver.Event()
+        event.record(stream)
+        under_way.append((event, list(direct.held.values())))
+    if not all(isinstance(o, Slot) for o in outputs):
+        return None
+    return [_answer(direct, cast(Any, o)) for o in outputs]
+
+
+def _answer(direct: _Direct, slot: Slot) -> Any:
+    """A result, small or large."""
+    stream, at = driver.stream(), direct.address(slot)
+    if slot.nbytes > SMALL:
+        stream.wait()
+        _settle()
+        return memory().copied(slot, at)
+    host, event = mail().turn()
+    driver.to_host(stream, host, at, slot.nbytes)
+    event.record(stream)
+    return Pending(slot, at, event, mail().part(host, slot.nbytes), slot, _settle)
+
+
+def _settle() -> None:
+    """Let go of the arrays of runs that are over."""
+    while under_way and under_way[0][0].done():
+        under_way.popleft()[0].destroy()

@@ -1,0 +1,48 @@
+"""Ranges of device memory, lent and given back."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+ALIGNMENT = 256
+ENDLESS = 1 << 62
+
+
+class Room:
+    """Free ranges. Whoever gives one back knows that the next to take it writes later.
+
+    grow(size) finds a new range of at least that size -> (start, size).
+    """
+
+    def __init__(self, grow: Callable[[int], tuple[int, int]]) -> None:
+        self._grow = grow
+        self._free: list[tuple[int, int]] = []  # start, size; by start, none touches the next
+
+    def take(self, size: int) -> int:
+        """The start of `size` bytes, a multiple of ALIGNMENT: from the smallest that holds them."""
+        fits = [(length, start) for start, length in self._free if length >= size]
+        if fits:
+            length, start = min(fits)
+            self._free.remove((start, length))
+        else:
+            start, length = self._grow(size)
+        if length > size:
+            self.give(start + size, length - size)
+        return start
+
+    def give(self, start: int, size: int) -> None:
+        """Back it goes, one with its free neighbours."""
+        at = bisect_left(self._free, (start, 0))
+        if at < len(self._free) and self._free[at][0] == start + size:
+            size += self._free.pop(at)[1]
+        if at and sum(self._free[at - 1]) == start:
+            at -= 1
+            start, before = self._free.pop(at)
+            size += before
+        self._free.insert(at, (start, size))
+
+
+def aligned(size: int) -> int:
+    """Up to a multiple of ALIGNMENT, and not nothing."""
+    return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
