@@ -121,16 +121,16 @@ class Product : public CpuPrimitive {
              [&](int t0, int t1) { run.prepare(p, d, t0, t1); });
 
     if (d.tile == kUnitRows) return unit(run, w, d, e);
-    // A panel of x: as many tiles as stay in a core's L2. Items are (panel, run of blocks), enough
-    // of them for the threads to end together.
+    // A panel of x: as many tiles as stay in a core's L2. Items are (panel, run of blocks); a
+    // thread's own follow each other in memory, so that runs may be short and threads end together.
     const size_t tile_bytes = static_cast<size_t>(d.tile) * d.count * d.k;
     const int panel = std::max(1, std::min(tiles, static_cast<int>(kPanelBytes / tile_bytes)));
     const int panels = (tiles + panel - 1) / panel;
     const size_t work = w.block_bytes() * std::min(panel, 4);
-    const int least = std::max<int>(1, kShareBytes / 2 / work);
-    const int length = std::max(least, blocks / (4 * threads()));
-    const int runs = (blocks + length - 1) / length;
-    parallel(panels * runs, 1, [&](int i0, int i1) {
+    const int length = std::max<int>(1, kStepBytes / work), runs = (blocks + length - 1) / length;
+    const int items = panels * runs;
+    const bool small = work * blocks < kShareBytes;
+    parallel(items, small ? items : 1, [&](int i0, int i1) {
       for (int i = i0; i < i1; i++) {
         const int t0 = i / runs * panel, b0 = i % runs * length;
         run.product(w, d, e, b0, std::min(blocks, b0 + length), t0, std::min(tiles, t0 + panel));
