@@ -259,7 +259,7 @@ def odd_cases() -> list[str]:
             x = mx.zeros((rows, k), bf16)
             tiles = [_cuda_tiles.mma_tile(rows, n, group)]
             for tile in (
-                _cuda_tiles.WgmmaTile(16, 2, 4, 2, 2),
+                _cuda_tiles.WgmmaTile(16, 2, 4, 2, 2, 2),
                 _cuda_tiles.WgmmaTile(64, 2, 6, 2),
             ):
                 tiles += [tile] if ceil_div(k, 128) >= tile.splits else []

@@ -202,6 +202,7 @@ struct Attend {
 #pragma unroll
     for (int c = 0; c < STAGES - 1; c++) fetch(stretch, c, k_cache + cache, v_cache + cache);
     const Angles turn = angles(position);
+    if (q_norm && threadIdx.x * 32 < D) prefetch(q_norm + threadIdx.x * 32), prefetch(k_norm + threadIdx.x * 32);
     wait_for_previous_kernel();
 
     const T* token = qkv + static_cast<long long>(batch) * (heads + 2 * kv_heads) * D;

@@ -49,6 +49,11 @@ __device__ __forceinline__ void load_stream(unsigned (&v)[2], const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(p));
 }
 
+// The line of memory there is wanted soon: into L2.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // d (16, 8) += a (16, 16) @ b (16, 8) in float32. Lane = 4 * g + t holds
 //   a[0] row g, k 2t 2t+1    a[1] row g+8, same k    a[2] row g, k 2t+8 2t+9    a[3] row g+8, same k
 //   b[0] k 2t 2t+1, column g     b[1] k 2t+8 2t+9, column g

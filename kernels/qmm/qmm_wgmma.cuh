@@ -8,7 +8,7 @@
 //
 //   x   comes through a ring of STAGES runs in shared memory, in two bulk copies a run: operand b, the
 //       order of its bytes is qmm_arrange's
-//   w   comes from memory to registers a run ahead: lane 4g+t of a warp holds k 32t .. 32t+31 of rows g and
+//   w   comes from memory to registers AHEAD runs ahead: lane 4g+t of a warp holds k 32t .. 32t+31 of rows g and
 //       g+8 in 16 bytes each, all of one group, whose scale and bias it has too
 //
 // A word of w, codes n0 .. n7, is one lane's share of two wgmma: (n0, n4), (n2, n6) and (n1, n5), (n3, n7).
@@ -67,7 +67,7 @@ struct Decode<f16> {
   }
 };
 
-template <typename T, int GROUP, int BM, int WN, int STAGES, int SPLITS>
+template <typename T, int GROUP, int BM, int WN, int STAGES, int SPLITS, int AHEAD>
 struct QmmWgmma {
   static constexpr int THREADS = 128 * WN, BN = 64 * WN, RUN = 128;
   static constexpr int HALF = BM * 128, STAGE = 2 * HALF;  // bytes; a half run is 64 k
@@ -167,7 +167,9 @@ struct QmmWgmma {
     if (!choose()) return;
     place();
     const int all = own_runs();
-    Piece next = load_piece(0);
+    Piece held[AHEAD];
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++) held[a] = load_piece(min(a, all - 1));
     wait_for_previous_kernel();
     if (threadIdx.x == 0) {
       for (int s = 0; s < STAGES; s++) barrier_init(full + s, 1), barrier_init(empty + s, THREADS / 32);
@@ -176,9 +178,13 @@ struct QmmWgmma {
     __syncthreads();
     float acc[BM / 8][4];
 #pragma unroll 1
-    for (int r = 0; r < all; r++) {
-      const Piece now = next;
-      if (r + 1 < all) next = load_piece(r + 1);
+    for (int round = 0; round < all; round += AHEAD)
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++) {
+      const int r = round + a;
+      if (r >= all) break;
+      const Piece now = held[a];
+      if (r + AHEAD < all) held[a] = load_piece(r + AHEAD);
       Decode<T> row[2];
       row[0].set(now.scale[0], now.bias[0]);
       row[1].set(now.scale[1], now.bias[1]);
@@ -200,6 +206,7 @@ struct QmmWgmma {
           barrier_wait(empty + (r - 1) % STAGES, (r - 1) / STAGES % 2);
           fetch(r - 1 + STAGES);
         }
+        __syncwarp();  // wgmma wants all lanes at once
       }
     }
     wgmma_wait(acc);

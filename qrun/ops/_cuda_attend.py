@@ -7,7 +7,7 @@ import mlx.core as mx
 from qrun.ops import _cuda_product
 from qrun.ops._cuda_launch import Constant, Shape, after, alone, ceil_div, launch, literal, pointer
 
-THREADS, CHUNK = 256, 64  # of attend.cuh
+THREADS, CHUNK, STAGES = 256, 64, 2  # of attend.cuh
 LONGEST = 8192  # positions of a cache
 
 
@@ -39,8 +39,7 @@ def attend(
     rows = min(group, 8)
     splits = next(s for s in (8, 4, 2, 1) if s == 1 or capacity >= 32 * s)
     constants: dict[str, Constant] = {"T": qkv.dtype, "D": d, "HALF": half, "ROWS": rows}
-    stages = 3 if d <= 128 else 2
-    constants |= {"STAGES": stages, "SPLITS": splits}
+    constants |= {"STAGES": STAGES, "SPLITS": splits}
     constants["QN"] = mx.float32 if q_norm is None else q_norm.dtype
     constants["KN"] = mx.float32 if k_norm is None else k_norm.dtype
     source = (
@@ -57,14 +56,14 @@ def attend(
         {"y": ((batch, heads * d), qkv.dtype)},
         constants,
         (splits, batch * kv_heads, ceil_div(group, rows)),
-        Shape(THREADS, 1, _shared(d, rows, stages, splits), splits),
+        Shape(THREADS, 1, _shared(d, rows, splits), splits),
     )[0]
     k_cache, v_cache = after([k_cache, v_cache], y)
     return y, k_cache, v_cache
 
 
-def _shared(d: int, rows: int, stages: int, splits: int) -> int:
+def _shared(d: int, rows: int, splits: int) -> int:
     """Bytes of shared memory: `SHARED` of the kernel."""
-    heads = (8 + stages * 2 * CHUNK) * (ceil_div(d, 32) * 32 + 8) * 2
+    heads = (8 + STAGES * 2 * CHUNK) * (ceil_div(d, 32) * 32 + 8) * 2
     sums = CHUNK // 16 * rows * (d + 2) + splits * (rows * 2 + ceil_div(rows * d, splits))
     return heads + sums * 4

@@ -123,10 +123,10 @@ def _many(
     )
     epilogue, constants = product.epilogue_of(None, None, activation, 1.0, f"w_shape[0] / {count}")
     constants |= {"T": x.dtype, "GROUP": m.spec.group_size, "BM": tile.bm, "WN": tile.wn}
-    constants |= {"STAGES": tile.stages}
+    constants |= {"STAGES": tile.stages, "AHEAD": tile.ahead}
     return launch(
         "qmm/qmm_wgmma.cuh",
-        "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, 1>{arranged, w, scales, biases, nullptr, "
+        "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, 1, AHEAD>{arranged, w, scales, biases, nullptr, "
         f"const_cast<int*>(done), expert_shape[0], w_shape[0] / {count}, w_shape[1] * 8, "
         f"arranged_shape[2], expert}}.run({epilogue});",
         {"arranged": arranged, "done": done, **matrix(m), "expert": expert},

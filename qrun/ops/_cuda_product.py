@@ -282,11 +282,11 @@ def _qmm_wgmma(
     across, along = ceil_div(rows, tile.bm), ceil_div(m.n, tile.bn)
     epilogue, constants = epilogue_of(bias, residual, activation, scale)
     constants |= {"T": x.dtype, "GROUP": m.spec.group_size, "BM": tile.bm, "WN": tile.wn}
-    constants |= {"STAGES": tile.stages, "SPLITS": tile.splits}
+    constants |= {"STAGES": tile.stages, "SPLITS": tile.splits, "AHEAD": tile.ahead}
     sums = across * along * tile.splits * tile.bm * tile.bn if tile.splits > 1 else 4
     return launch(
         "qmm/qmm_wgmma.cuh",
-        "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, SPLITS>{arranged, w, scales, biases, "
+        "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, SPLITS, AHEAD>{arranged, w, scales, biases, "
         "reinterpret_cast<float4*>(parts), const_cast<int*>(done), x_shape[0], w_shape[0], "
         f"w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
         {
