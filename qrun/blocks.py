@@ -21,6 +21,7 @@ from qrun.ops.qmv import Activation
 from qrun.weights import Weights
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+MOST_DIMS = 1 << 16  # of a head
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,10 @@ class Sizes:
     def of(config: Config) -> Sizes:
         """Read and check them; head_dim is explicit or hidden_size / heads."""
         # The upper limits are far from any model's; they keep nonsense from filling the memory.
-        k, heads = config.int("hidden_size"), config.int("num_attention_heads", most=1 << 16)
+        k, heads = (
+            config.int("hidden_size", most=1 << 20),
+            config.int("num_attention_heads", most=1 << 16),
+        )
         kv_heads = config.int("num_key_value_heads", heads, most=1 << 16)
         if heads % kv_heads:
             raise CheckpointError(
@@ -50,7 +54,11 @@ class Sizes:
             raise CheckpointError(
                 f"{config.where}: hidden_size {k} is no multiple of num_attention_heads {heads}"
             )
-        head_dim = config.int("head_dim", max(k // heads, 1), most=1 << 16)
+        head_dim = config.int("head_dim", max(k // heads, 1), most=MOST_DIMS)
+        if head_dim > MOST_DIMS:
+            raise CheckpointError(
+                f"{config.where}: hidden_size {k} in {heads} heads: heads have {MOST_DIMS} at most"
+            )
         if head_dim % 2:
             raise CheckpointError(f"{config.where}: head_dim {head_dim} is odd: it has no pairs")
         return Sizes(

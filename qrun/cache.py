@@ -24,6 +24,11 @@ class CacheSpec:
     rope: Rope
 
 
+def cache_bytes(specs: Sequence[CacheSpec], length: int, dtype: mx.Dtype) -> int:
+    """Bytes of keys and values of `length` positions."""
+    return 2 * length * dtype.size * sum(spec.kv_heads * spec.head_dim for spec in specs)
+
+
 class Cache:
     """State of one generation. Per layer: keys and values (B, Hkv, C, D), and a rope table.
 

@@ -8,17 +8,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
-from qrun.config import AGAIN, refuse_impostors
+from qrun.config import AGAIN, refuse_devices, refuse_impostors
 from qrun.errors import CheckpointError, UsageError
 from qrun.lazy import bare
 
 Message = Mapping[str, Any]
+RAW = "--raw gives the prompt to the model as it is"
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else chat_template in tokenizer_config.json (a string or a list)."""
     file = folder / "chat_template.jinja"
     if file.exists():
+        refuse_devices(file)
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -45,17 +47,18 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | No
 def render(template: str, messages: Sequence[Message], special: Mapping[str, str]) -> str:
     """The prompt text for messages, ending where the assistant's answer begins.
 
-    special: bos_token, eos_token and the like. Raises UsageError where the template refuses.
+    special: bos_token, eos_token and the like. Raises UsageError where the template refuses the
+    messages, CheckpointError where it is broken, fails, or does not come to an end.
     """
     # jinja2 costs 40 ms to import; a raw prompt need not pay it. Half of that, and 5 MB, are
     # OpenSSL and others for a cache on disk that only its __init__ asks for.
     bare("jinja2")
-    from jinja2.exceptions import TemplateError, TemplateSyntaxError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.exceptions import TemplateSyntaxError
+
+    from qrun.sandbox import STEP, Sandbox
 
     def refuse(message: str) -> str:
-        raise TemplateError(message)
+        raise _RefusedError(message)
 
     def now(form: str) -> str:
         return datetime.now().strftime(form)
@@ -63,24 +66,41 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
     def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    functions: dict[str, Any] = {"raise_exception": refuse, "strftime_now": now}
-    environment.globals.update(functions)
+    _check(messages)
+    sandbox = Sandbox(template, sum(STEP + len(str(m.get("content", ""))) for m in messages))
+    sandbox.add({"tojson": tojson}, {"raise_exception": refuse, "strftime_now": now})
     try:
-        return environment.from_string(template).render(
-            messages=list(messages), add_generation_prompt=True, **special
-        )
+        return sandbox.text(messages=list(messages), add_generation_prompt=True, **special)
     except TemplateSyntaxError as error:
         raise CheckpointError(
             f"the model's chat template is broken: {error.message} (line {error.lineno})",
-            hint="--raw gives the prompt to the model as it is",
+            hint=RAW,
+        ) from None
+    except _RefusedError as error:
+        raise UsageError(
+            f"the model's chat template refuses: {_first_line(error)}", hint=RAW
         ) from None
     except Exception as error:  # a template is a program: anything may come out of it
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(
-            f"the model's chat template fails: {reason}",
-            hint="--raw gives the prompt to the model as it is",
+        raise CheckpointError(
+            f"the model's chat template fails: {_first_line(error)}", hint=RAW
         ) from None
+
+
+class _RefusedError(Exception):
+    """What a template says of messages that it does not take."""
+
+
+def _check(messages: Sequence[Message]) -> None:
+    """Raise UsageError for what no template could read."""
+    for message in cast("Sequence[Any]", messages):
+        ok = isinstance(message, Mapping)
+        if ok:
+            role, content = (cast("Message", message).get(key) for key in ("role", "content"))
+            ok = isinstance(role, str) and isinstance(content, (str, list, tuple, type(None)))
+            ok = ok and (content is not None or len(cast("Message", message)) > 1)
+        if not ok:
+            raise UsageError(f"a message is a mapping with role and content, not {message!r:.80}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

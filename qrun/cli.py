@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -12,23 +11,12 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from qrun import __version__, printing, reading
+from qrun.bench_command import bench
+from qrun.command import EXIT_CODES, activations_option, listen
 from qrun.errors import QrunError, UsageError
 
 if TYPE_CHECKING:
     from qrun.ops.matrix import Activations
-
-EXIT_CODES = """\b
-Exit codes:
-    0  done
-    1  a file that cannot be written, or an unexpected error (see qrun --debug)
-    2  wrong usage
-    3  model not found
-    4  bad checkpoint
-    5  prompt too long
-    6  the model's logits are not finite
-    7  MLX has no backend here
-  130  interrupted
-"""
 
 
 @click.group(
@@ -42,7 +30,7 @@ def cli(debug: bool) -> None:
     """Run 4-bit language models at the speed of this machine's memory."""
 
 
-@cli.command(epilog=EXIT_CODES)
+@cli.command(short_help="Answer a prompt.", epilog=EXIT_CODES)
 @click.argument("model", envvar="QRUN_MODEL", type=click.Path())
 @click.option("-p", "--prompt", help="The prompt; - reads it from standard input.")
 @click.option(
@@ -52,32 +40,69 @@ def cli(debug: bool) -> None:
 )
 @click.option("--system", help="A system message in front of the prompt.")
 @click.option("--raw", is_flag=True, help="Give the prompt as it is: no chat template.")
-@click.option("-n", "--max-tokens", type=int, default=512, show_default=True, help="Stop after N.")
-@click.option("--stop", multiple=True, help="End the text at this string. Can be repeated.")
-@click.option("-t", "--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
-@click.option("--top-k", type=int, default=0, help="Keep the K likeliest tokens. 0: all.")
-@click.option("--top-p", type=float, default=1.0, help="Keep the likeliest that reach P together.")
-@click.option("--min-p", type=float, default=0.0, help="Keep tokens of P times the likeliest.")
-@click.option("--repetition-penalty", type=float, default=1.0, help="Above 1: repeat less.")
-@click.option("--presence-penalty", type=float, default=0.0, help="Subtract once per used token.")
-@click.option("--frequency-penalty", type=float, default=0.0, help="Subtract per use of a token.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=int,
+    metavar="N",
+    default=512,
+    show_default=True,
+    help="Stop after N.",
+)
+@click.option("--stop", multiple=True, help="End the text at this string. Repeatable.")
+@click.option(
+    "-t",
+    "--temperature",
+    type=float,
+    metavar="T",
+    default=0.0,
+    help="Of sampling. Default 0: greedy.",
+)
+@click.option(
+    "--top-k", type=int, metavar="K", default=0, help="Keep the K likeliest tokens. 0: all."
+)
+@click.option(
+    "--top-p",
+    type=float,
+    metavar="P",
+    default=1.0,
+    help="Keep the likeliest that reach P together.",
+)
+@click.option(
+    "--min-p",
+    type=float,
+    metavar="P",
+    default=0.0,
+    help="Keep tokens of P times the best chance.",
+)
+@click.option(
+    "--repetition-penalty", type=float, metavar="X", default=1.0, help="Above 1: repeat less."
+)
+@click.option(
+    "--presence-penalty",
+    type=float,
+    metavar="X",
+    default=0.0,
+    help="Subtract X from each token used.",
+)
+@click.option(
+    "--frequency-penalty",
+    type=float,
+    metavar="X",
+    default=0.0,
+    help="Subtract X for each use of a token.",
+)
 @click.option(
     "--logit-bias", multiple=True, metavar="ID=BIAS", help="Add to a token's logit. Repeatable."
 )
-@click.option("--seed", type=int, help="Same seed, same text.")
+@click.option("--seed", type=int, metavar="N", help="Same seed, same text.")
 @click.option("--revision", help="Revision of a hub repository.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16", "bfloat16"]),
     help="Type of activations and cache. Default: float32 on a CPU, the model's own on a GPU.",
 )
-@click.option(
-    "--activations",
-    type=click.Choice(["default", "exact", "int8"]),
-    default="default",
-    show_default=True,
-    help="CPU: how products read activations. int8: faster and less precise.",
-)
+@activations_option
 @click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: all it may use.")
 @click.option(
     "--no-tune", is_flag=True, help="Apple GPU: kernels by a table, not timed on the first load."
@@ -129,7 +154,7 @@ def generate(
 
     set_threads(threads)
     load = qrun.load
-    _listen()
+    listen()
     sampling = qrun.Sampling(
         temperature=temperature,
         top_k=top_k,
@@ -172,11 +197,13 @@ def generate(
         printing.print_stats(loaded, result)
 
 
-@cli.command(epilog=EXIT_CODES)
+@cli.command(short_help="Turn a GGUF or float safetensors into a 4-bit folder.", epilog=EXIT_CODES)
 @click.argument("src", type=click.Path(exists=True, path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
-@click.option("--bits", type=int, help="Bits a weight. Default: the source's own, or 4.")
-@click.option("--group-size", type=int, help="Weights that share a scale. Default: 32 or 64.")
+@click.option("--bits", type=int, metavar="N", help="Bits a weight. Default: the source's, or 4.")
+@click.option(
+    "--group-size", type=int, metavar="N", help="Weights a scale. Default: 32 (GGUF) or 64."
+)
 @click.option(
     "--mode", type=click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]), help="Default: affine."
 )
@@ -191,7 +218,7 @@ def generate(
     help="Mixed precision: more bits for embedding, head, and the outer layers' v and down.",
 )
 @click.option("--force", is_flag=True, help="Replace DST if it exists.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress, no warnings.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress, no warnings, no summary.")
 def convert(
     src: Path,
     dst: Path,
@@ -214,7 +241,7 @@ def convert(
     require_mlx()
     from qrun.convert import convert as run
 
-    _listen()
+    listen()
     report = run(
         src,
         dst,
@@ -224,7 +251,7 @@ def convert(
         dtype=dtype,
         recipe=recipe,
         force=force,
-        progress=printing.progress_bar() if sys.stderr.isatty() and not quiet else None,
+        progress=None if quiet else printing.progress_bar(),
     )
     if not quiet:
         lines = [
@@ -235,118 +262,7 @@ def convert(
         click.echo("\n".join(lines), err=True)
 
 
-@cli.command(epilog=EXIT_CODES)
-@click.argument("model", envvar="QRUN_MODEL", required=False, type=click.Path())
-@click.option("--kernels/--no-kernels", default=True, help="Measure the products alone.")
-@click.option(
-    "--group-size",
-    type=click.Choice(["32", "64", "128"]),
-    default="64",
-    show_default=True,
-    help="Of the kernels' matrices.",
-)
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Per median.")
-@click.option(
-    "--peer",
-    "peers",
-    multiple=True,
-    metavar="NAME[=PYTHON]",
-    help="Run llama.cpp or mlx-lm in turn, with that Python if not this one. Repeatable.",
-)
-@click.option(
-    "--gguf",
-    "ggufs",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What llama.cpp runs: MODEL in a format of its own, Q4_0 say. Repeatable.",
-)
-@click.option(
-    "--activations",
-    type=click.Choice(["default", "exact", "int8"]),
-    default="default",
-    show_default=True,
-    help="CPU: how products read activations. int8: faster and less precise.",
-)
-@click.option(
-    "--tune/--no-tune",
-    default=None,
-    help="Apple GPU: time all of MODEL's kernels again, or take a table's. Default: what is new.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON to this file.")
-@click.option(
-    "--plot", type=click.Path(path_type=Path), help="Write a roofline PNG (needs matplotlib)."
-)
-def bench(
-    model: str | None,
-    kernels: bool,
-    group_size: str,
-    rounds: int,
-    peers: tuple[str, ...],
-    ggufs: tuple[Path, ...],
-    activations: Activations,
-    tune: bool | None,
-    as_json: bool,
-    out: Path | None,
-    plot: Path | None,
-) -> None:
-    """Measure the kernels, and MODEL if given, against the machine's ceilings and peers.
-
-    The ceilings are measured in the same run: a loop that reads memory, and float32 multiply-adds
-    (products that use wider instructions may pass it). On an Apple GPU also every kernel there is
-    to choose from, against MLX's own.
-    """
-    import qrun
-    from qrun.hardware import require_mlx
-
-    require_mlx()
-    from qrun import bench as measure
-    from qrun import report
-    from qrun.peers import asked
-    from qrun.quantization import Quantization
-
-    _listen()
-    if tune and model is None:
-        raise UsageError("--tune needs a MODEL: its products are what is timed")
-    if peers and model is None:
-        raise UsageError("--peer needs a MODEL: kernels alone have no peers")
-    if model is None and not kernels:
-        raise UsageError("nothing to measure: --no-kernels without a MODEL")
-    if plot is not None:
-        report.require_matplotlib()
-    for path in (p for p in (out, plot) if p is not None):
-        reading.check_writable(path)
-    wanted = asked(peers, ggufs)
-    progress = printing.status_line(not as_json)
-    # First, since all that can be wrong is wrong there.
-    loaded = (
-        None
-        if model is None
-        else qrun.load(model, activations=activations, tune=tune, show=progress)
-    )
-    rows: list[measure.Row] = []
-    if kernels:
-        spec = Quantization(4, int(group_size))
-        rows += measure.bench_kernels(spec=spec, rounds=rounds, progress=progress)
-        rows += measure.bench_ladder(spec=spec, progress=progress)
-    if loaded is not None:
-        with measure.started(wanted, loaded, ggufs) as others:
-            rows += measure.bench_model(loaded, others, rounds=rounds, progress=progress)
-    progress("")
-    result = report.report(rows)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if plot is not None:
-        report.plot(result, plot)
-    if as_json:
-        printing.print_json(result)
-    else:
-        click.echo(f"{result['device']}, {result['backend']}, {result['threads']} threads")
-        click.echo(report.table(rows))
-
-
-@cli.command(epilog=EXIT_CODES)
+@cli.command(short_help="Say what a model is, needs, and has wrong with it.", epilog=EXIT_CODES)
 @click.argument("model", envvar="QRUN_MODEL", type=click.Path())
 @click.option(
     "-c", "--context", type=click.IntRange(1), help="Positions to plan memory for. Default: all."
@@ -376,6 +292,9 @@ def inspect(model: str, context: int | None, as_json: bool) -> None:
         click.echo(printing.inspection(found))
     sys.stdout.flush()
     sys.exit(found.exit_code)
+
+
+cli.add_command(bench)
 
 
 def main() -> None:
@@ -415,15 +334,6 @@ def main() -> None:
         if debug:
             _traceback()
         _fail(f"{type(error).__name__}: {error}", "--debug shows where: qrun --debug ...", 1)
-
-
-def _listen() -> None:
-    """From here on an interrupt is an exception, and what was begun is cleaned up.
-
-    Before, it ends the process (see __main__): MLX's import aborts on an exception.
-    """
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave(number: int, _: object) -> NoReturn:

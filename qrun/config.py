@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -25,8 +26,25 @@ def refuse_impostors(path: Path, first: bytes) -> None:
         raise CheckpointError(f"{path} is a web page, not the file", hint=AGAIN)
 
 
+def refuse_devices(path: Path) -> None:
+    """Raise for a pipe, a socket or a device under a file's name: reading it might never end."""
+    kinds = {
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    try:
+        kind = kinds.get(stat.S_IFMT(path.stat().st_mode))
+    except OSError:
+        return  # whoever opens it says what is wrong
+    if kind:
+        raise CheckpointError(f"{path} is {kind}, not a file", hint=AGAIN)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError naming the file and the fault."""
+    refuse_devices(path)
     try:
         text = path.read_text(encoding="utf-8-sig")  # Windows editors put a mark in front
     except FileNotFoundError:
@@ -88,7 +106,8 @@ class Config:
         """A whole number from `least` to `most`."""
         value = self.raw(key)
         ok = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-        limit = f"{least} or more" if most == (1 << 31) - 1 else f"{least} to {most}"
+        small = most == (1 << 31) - 1 and not (isinstance(value, int) and value > most)
+        limit = f"{least} or more" if small else f"{least} to {most}"
         return self._typed(key, f"a whole number, {limit}", ok, default)
 
     def float(self, key: str, default: float | None = None) -> float:

@@ -6,35 +6,25 @@ beside the target that takes the target's name only when it is complete.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import re
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from qrun.encoding import DTYPES, Job, Wishes, plan, quantization_entries
+from qrun.encoding import DTYPES, Job, Wishes, plan, quantization_entries, stored_bits
 from qrun.errors import CheckpointError, QrunError, UsageError
 from qrun.gguf import is_gguf
 from qrun.gguf_models import read_gguf
+from qrun.placing import check_target, clear_leftovers, new_folder
 from qrun.safetensors_writer import SafetensorsWriter
 from qrun.source import Source, read_folder
 
 Progress = Callable[[str, int, int], None]
 
-# What --force may delete: what a model folder is made of.
-_OURS = re.compile(
-    r"(generation_|tokenizer_|special_tokens_|preprocessor_)?config\.json|special_tokens_map\.json"
-    r"|added_tokens\.json|(tokenizer|vocab)\.json|chat_template\.(json|jinja)|merges\.txt"
-    r"|[^/]*\.safetensors(\.index\.json)?|tokenizer\.model"
-)
 CHUNK = 1 << 22  # elements encoded at a time
 
 
@@ -71,8 +61,10 @@ def convert(
 
     A GGUF keeps its integers where they are affine ones already; matrices of its other block types
     are quantized anew (4 bits, groups of 32), float ones only if `bits`, `group_size`, `mode` or
-    `recipe` is given. A folder is quantized to 4 bits in groups of 64. A recipe gives more bits to
-    embedding and head, and to down_proj and v_proj in the first and last eighth of the layers.
+    `recipe` is given. A folder is quantized to 4 bits in groups of 64. Another `group_size` alone
+    leaves affine integers their number of bits. Where it does not divide a matrix, the largest
+    smaller one does. A recipe gives more bits to embedding and head, and to down_proj and v_proj in
+    the first and last eighth of the layers.
 
     `dtype` is that of everything dense and of the scales (those kept from a GGUF stay float16
     where bfloat16 would round them). Left out, it is the source's 16-bit type, and float16 for a
@@ -82,7 +74,8 @@ def convert(
     wishes = Wishes(bits, group_size, mode, dtype, recipe)
     if not src.exists():
         raise UsageError(f"{src}: no such file or folder")
-    _check_target(src, dst, force)
+    clear_leftovers(dst)
+    check_target(src, dst, force)
     gguf = is_gguf(src)
     if not gguf and not src.is_dir():
         raise CheckpointError(
@@ -91,7 +84,7 @@ def convert(
         )
     source = read_gguf(src) if gguf else read_folder(src)
     jobs = plan(source, wishes)
-    with _new_folder(src, dst, force) as folder:
+    with new_folder(src, dst, force) as folder:
         writer = SafetensorsWriter(folder, [job.outputs() for job in jobs])
         try:
             _write_tensors(src, jobs, writer, progress)
@@ -113,7 +106,7 @@ def convert(
         quantized=sum(job.spec is not None and not job.keep for job in jobs),
         dense=sum(job.spec is None for job in jobs),
         formats=_formats(jobs),
-        notes=(*source.notes, *_left_dense(jobs, wishes)),
+        notes=(*source.notes, *_notes(jobs, wishes)),
     )
 
 
@@ -169,90 +162,26 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _left_dense(jobs: Sequence[Job], wishes: Wishes) -> list[str]:
-    """A note on matrices that the group size does not divide, so that nobody is surprised."""
+def _notes(jobs: Sequence[Job], wishes: Wishes) -> list[str]:
+    """What came out otherwise than was asked, or than one would think."""
+    notes: list[str] = []
+    matrices = [job for job in jobs if len(job.tensor.shape) > 1]
     group = wishes.group_size
-    if group is None:
-        return []
-    left = [
-        job.tensor
-        for job in jobs
-        if job.spec is None and len(job.tensor.shape) > 1 and job.tensor.width % group
-    ]
-    if not left:
-        return []
-    return [
-        f"{len(left)} matrices stay dense: groups of {group} do not divide "
-        f"{left[0].width}, the width of {left[0].name}"
-    ]
-
-
-def _check_target(src: Path, dst: Path, force: bool) -> None:
-    inside = Path(os.path.realpath(src))
-    if dst == inside or dst in inside.parents:
-        raise UsageError(f"{dst}: the target holds the source")
-    if not os.path.lexists(dst):
-        return
-    if not force:
-        raise UsageError(f"{dst}: exists already", hint="give another name, or --force")
-    if not dst.is_dir() or (any(dst.iterdir()) and not (dst / "config.json").is_file()):
-        raise UsageError(f"{dst}: not a model's folder, so --force does not replace it")
-    for path in sorted(dst.iterdir()):
-        if path.is_dir() or not _OURS.fullmatch(path.name):
-            raise UsageError(
-                f"{dst}: {path.name} is no part of a model, so --force does not replace the folder"
+    asked = [j.tensor for j in matrices if group is not None and j.tensor.width % group]
+    left = [job.tensor for job in matrices if job.spec is None and job.tensor in asked]
+    smaller = [job.tensor for job in matrices if job.spec is not None and job.tensor in asked]
+    for tensors, what in ((smaller, "have smaller groups"), (left, "stay dense")):
+        if tensors:
+            notes.append(
+                f"{len(tensors)} matrices {what}: {group} does not divide "
+                f"{tensors[0].width}, the width of {tensors[0].name}"
             )
-
-
-@contextmanager
-def _new_folder(src: Path, dst: Path, force: bool) -> Generator[Path]:
-    """A hidden folder beside `dst` that becomes `dst` if the block ends well, and goes if not."""
-    folder = None
-    try:
-        dst.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{dst.name}.", dir=dst.parent))
-        yield folder
-        folder.chmod(0o777 & ~_umask())
-        _sync_folder(folder)
-        _check_target(src, dst, force)  # once more: another conversion may have ended meanwhile
-        _put_in_place(folder, dst)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        raise QrunError(
-            f"{dst}: cannot be written: {error.strerror or error}",
-            hint="free some space, or choose another disk" if full else None,
-        ) from None
-    finally:
-        if folder is not None and folder.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _put_in_place(folder: Path, dst: Path) -> None:
-    """Rename the complete folder to `dst`; what was there goes only after that."""
-    old = None
-    if os.path.lexists(dst):
-        old = Path(tempfile.mkdtemp(prefix=f".{dst.name}.old.", dir=dst.parent))
-        os.rename(dst, old)
-    try:
-        os.rename(folder, dst)
-    except BaseException:
-        if old:
-            os.rename(old, dst)
-        raise
-    _sync_folder(dst.parent)
-    if old:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    if (wishes.bits, wishes.mode, wishes.recipe) == (None, None, None):
+        lossy = [job for job in matrices if job.spec and job.spec.bits < stored_bits(job.tensor)]
+        for kind in sorted({job.tensor.stored for job in lossy}):
+            some = [job for job in lossy if job.tensor.stored == kind]
+            notes.append(
+                f"{len(some)} matrices of {kind} have become {some[0].spec}: --bits or --recipe "
+                "keeps more"
+            )
+    return notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from qrun import gguf_blocks
 from qrun.errors import CheckpointError, UsageError
-from qrun.quantization import MODES, Quantization
+from qrun.quantization import AFFINE_GROUPS, MODES, Quantization
 from qrun.safetensors_writer import Planned
 from qrun.source import FLOATS, Source, SourceTensor
 
@@ -154,7 +154,11 @@ class Job:
 
 
 def _quantize(values: npt.NDArray[np.float32], spec: Quantization) -> list[Array]:
-    """MLX's own quantization of rows (R, K), on the CPU whatever the default device is."""
+    """MLX's quantization of rows (R, K), on the CPU whatever the default device is."""
+    if spec.mode in ("mxfp4", "nvfp4"):
+        from qrun.microscaling import quantize_fp4
+
+        return list(quantize_fp4(values, spec.mode))
     import mlx.core as mx  # here, because a GGUF that is kept as it is needs no MLX
 
     with mx.stream(mx.cpu):
@@ -187,11 +191,26 @@ def _plan(t: SourceTensor, source: Source, wishes: Wishes, layers: int) -> Job:
             return Job(t, kept, True, "F16" if target == "BF16" else target)
     if block:
         gguf_blocks.require_reader(t.stored)
-    spec = wishes.spec(bits, default_group=gguf_blocks.GROUP if source.kind == "gguf" else 64)
+    if bits is None and wishes.mode in (None, "affine"):
+        bits = gguf_blocks.AFFINE_BITS.get(t.stored)  # another group size costs no bits
+    wish = wishes.spec(bits, default_group=gguf_blocks.GROUP if source.kind == "gguf" else 64)
     wanted = block or source.kind == "huggingface" or wishes.anything
-    if matrix and wanted and t.width % spec.group_size == 0:
-        return Job(t, spec, False, target)
-    return Job(t, None, False, target)
+    spec = _fitting(wish, t.width) if matrix and wanted else None
+    return Job(t, spec, False, target)
+
+
+def _fitting(wish: Quantization, width: int) -> Quantization | None:
+    """The wish, or in affine mode the same with the largest smaller group that divides a width."""
+    groups = [g for g in reversed(AFFINE_GROUPS) if g < wish.group_size and wish.mode == "affine"]
+    fits = (g for g in (wish.group_size, *groups) if width % g == 0)
+    group = next(fits, None)
+    return None if group is None else replace(wish, group_size=group)
+
+
+def stored_bits(tensor: SourceTensor) -> int:
+    """Bits a weight of a GGUF's block type, by its name; 0 of a float, of which none is kept."""
+    found = None if tensor.stored in FLOATS else re.search(r"\d", tensor.stored)
+    return int(found[0]) if found else 0
 
 
 def quantization_entries(jobs: Sequence[Job]) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 
@@ -110,9 +110,7 @@ def stream(
     are not part of it. Never splits a character, never prints part of a stop string.
     Raises UsageError, PromptTooLongError, NonFiniteError.
     """
-    if not isinstance(max_tokens, int) or max_tokens < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(f"max_tokens must be 0 or more, but is {max_tokens}")
-    stops = [stop] if isinstance(stop, str) else list(stop)
+    stops = _checked(model, max_tokens, stop, sampling)
     ids = encode_prompt(model, prompt, system=system, raw=raw)
     if len(ids) >= model.context:
         raise PromptTooLongError(
@@ -121,6 +119,21 @@ def stream(
         )
     room = min(max_tokens, model.context - len(ids))
     return _run(model, ids, room, StopFinder(stops), sampling or Sampling())
+
+
+def _checked(model: Any, max_tokens: Any, stop: Any, sampling: Any) -> list[str]:
+    """The stop strings. Raises UsageError for an argument of another type."""
+    if not isinstance(model, LoadedModel):
+        raise UsageError(f"the model must be one that qrun.load returned, not {model!r:.80}")
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 0:
+        raise UsageError(f"max_tokens must be a whole number, 0 or more, but is {max_tokens!r:.80}")
+    if not isinstance(sampling, Sampling | None):
+        raise UsageError(f"sampling must be a qrun.Sampling, not {sampling!r:.80}")
+    stops = [stop] if isinstance(stop, str) else stop
+    ok = isinstance(stops, Sequence) and not isinstance(stops, bytes)
+    if not ok or not all(isinstance(s, str) for s in cast("Sequence[Any]", stops)):
+        raise UsageError(f"stop must be a text or a list of texts, not {stop!r:.80}")
+    return list(cast("Sequence[str]", stops))
 
 
 def encode_prompt(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qrun.config import refuse_devices
 from qrun.errors import CheckpointError
 
 Bytes = npt.NDArray[np.uint8]
@@ -93,6 +94,7 @@ class GGUF:
 
 def is_gguf(path: Path) -> bool:
     """Whether the file is meant to be a GGUF: by its name or its first bytes."""
+    refuse_devices(path)
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import sys
@@ -106,6 +107,17 @@ def read_bandwidth() -> float:
             mx.eval(device_block + 1)
         best = min(best, time.perf_counter() - start)
     return (1 if on_cpu else 2) * block.nbytes / best
+
+
+def memory_size() -> int:
+    """Bytes of memory that the model's processor has."""
+    import mlx.core as mx
+
+    if mx.default_device().type == mx.gpu:
+        size = mx.device_info().get("memory_size")
+        if isinstance(size, int):
+            return size
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_memory() -> int:

@@ -21,6 +21,10 @@ def locate(model: str | os.PathLike[str], *, revision: str | None = None) -> Pat
 
     Raises ModelNotFoundError if there is no such folder or repository.
     """
+    if not isinstance(model, (str, os.PathLike)) or not isinstance(os.fspath(model), str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"a model is a folder or a hub id, not {model!r:.80}")
+    if revision is not None and not isinstance(revision, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"a revision is a text, not {revision!r:.80}")
     if not os.fspath(model):
         raise UsageError("no model given")
     path = Path(model).expanduser()

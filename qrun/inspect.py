@@ -16,12 +16,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun.cache import CacheSpec
+from qrun.cache import cache_bytes
 from qrun.chat import render
 from qrun.checkpoint import INDEX, Tensor, check_index, mlx_type, read_header, weight_files
 from qrun.config import Config
 from qrun.declared import Declared
 from qrun.errors import CheckpointError, QrunError, one_line
+from qrun.hardware import memory_size
 from qrun.hub import locate
 from qrun.loader import default_dtype, grouped, read_config, stop_tokens
 from qrun.quantization import Quantization
@@ -195,6 +196,11 @@ def _describe(report: Report, weights: Weights, specs: Any) -> None:
     report.step_bytes = weights.step_bytes
     report.dtype = _name(weights.dtype)
     report.cache_bytes = cache_bytes(specs, report.length, weights.dtype)
+    room = memory_size()
+    if weights.nbytes + report.cache_bytes > room:
+        report.notes.append(
+            f"weights and {report.length} positions take more than the {room / 1e9:.1f} GB here"
+        )
     report.notes += grouped(weights.slow)
     report.problems += [Problem(one_line(text), MISFIT) for text in weights.all_problems()]
 
@@ -204,11 +210,6 @@ def kind_of(path: str) -> str:
     names = [n for n in path.split(".") if not re.fullmatch(r"\d+", n)]
     expert = len(names) > 1 and names[-2] in ("experts", "switch_mlp")
     return ".".join(names[-2:]) if expert else names[-1]
-
-
-def cache_bytes(specs: list[CacheSpec], length: int, dtype: mx.Dtype) -> int:
-    """Bytes of keys and values of `length` positions."""
-    return 2 * length * dtype.size * sum(spec.kv_heads * spec.head_dim for spec in specs)
 
 
 def _text(report: Report, config: Config | None) -> None:

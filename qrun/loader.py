@@ -15,12 +15,12 @@ from typing import Any, Protocol, get_args
 
 import mlx.core as mx
 
-from qrun.cache import Cache, CacheSpec
+from qrun.cache import Cache, CacheSpec, cache_bytes
 from qrun.checkpoint import Checkpoint, Tensor
 from qrun.config import Config, read_json
 from qrun.declared import Declared
 from qrun.errors import CheckpointError, UsageError
-from qrun.hardware import sparing
+from qrun.hardware import memory_size, sparing
 from qrun.hub import locate
 from qrun.ops import _launch
 from qrun.ops.matrix import Activations
@@ -64,7 +64,14 @@ class LoadedModel:
     notes: list[str] = field(default_factory=list[str])  # for --verbose
 
     def new_cache(self, capacity: int) -> Cache:
-        """An empty cache with room for `capacity` positions."""
+        """An empty cache with room for `capacity` positions. Raises UsageError for far too many."""
+        need, room = cache_bytes(self.model.cache_specs, capacity, self.dtype), memory_size()
+        if need > room:
+            raise UsageError(
+                f"a text of {capacity} tokens takes {need / 1e9:.1f} GB of cache, and there are "
+                f"{room / 1e9:.1f} GB here",
+                hint="ask for fewer tokens: --max-tokens, or max_tokens",
+            )
         return Cache(self.model.cache_specs, capacity, self.dtype)
 
 
@@ -89,8 +96,12 @@ def load(
     Raises ModelNotFoundError or CheckpointError, each in one line that names the file.
     """
     start = time.perf_counter()
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
+    if tune not in (None, False, True):
+        raise UsageError(f"tune must be None, False or True, not {tune!r:.80}")
+    if not callable(show):
+        raise UsageError(f"show must be a function of a line, not {show!r:.80}")
     if tune and not _launch.can_tune():
         raise UsageError(f"{_launch.backend().NAME} has no kernels to choose from: nothing to tune")
     _launch.show_by(show)
@@ -105,13 +116,13 @@ def load(
         raise UsageError(f"activations must be default, exact or int8, not {activations!r}")
     if activations != "default" and _launch.backend().NAME != "cpu":
         raise UsageError(f"activations={activations}: only the CPU's own kernels have a choice")
+    context = config.int("max_position_embeddings", 2048)
     with sparing():
-        tokenizer = Tokenizer(folder)  # first: weights fill the holes that reading it leaves
+        tokenizer = Tokenizer(folder, context)  # first: weights fill the holes it leaves
         weights = Weights(checkpoint, Declared(config), compute, activations=activations)
         built = build(config, weights)  # a matrix is packed while the next ones are read
         weights.finish(folder)
         mx.synchronize()
-    context = config.int("max_position_embeddings", 2048)
     notes = grouped(weights.slow)
     if weights.dtype != compute:
         notes.append("computed in bfloat16: the model leaves float16's range")

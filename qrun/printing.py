@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from itertools import groupby
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from qrun.generation import Generation
     from qrun.inspect import Report
     from qrun.loader import LoadedModel
+
+SELDOM = 10.0  # seconds between lines of progress where there is no terminal
 
 
 def paint(text: str, color: str) -> str:
@@ -107,15 +110,17 @@ def inspection(found: Report) -> str:
             f"parameters    {found.parameters / 1e6:.1f} M in {size(found.weight_bytes)}, "
             f"{found.bits:.2f} bits each; a step reads {size(found.step_bytes)}"
         )
+        lines.append(f"  {'':20} count  parameters   bits  format")
         for kind in found.kinds:
-            formats = ", ".join(
+            formats = [
                 f"{name} ({n})" if len(kind.formats) > 1 else name
                 for name, n in kind.formats.items()
-            )
+            ]
             lines.append(
-                f"  {kind.name:20} {kind.count:5} x {kind.parameters / 1e6:9.2f} M  "
-                f"{kind.bits:6.2f} bits  {formats}".rstrip()
+                f"  {kind.name:20} {kind.count:5} {kind.parameters / 1e6:9.2f} M "
+                f"{kind.bits:6.2f}  {formats[0] if formats else ''}".rstrip()
             )
+            lines += [f"  {'':46}{more}" for more in formats[1:]]
         total = size(found.weight_bytes + found.cache_bytes)
         lines.append(
             f"memory        {total} for {found.length} positions: weights, and "
@@ -144,13 +149,20 @@ def status_line(show: bool) -> Callable[[str], None]:
 
 
 def progress_bar() -> Callable[[str, int, int], None]:
-    """A callback (phase, done, total) that keeps one line on stderr up to date."""
+    """A callback (phase, done, total): a bar on stderr, or a line now and then if no terminal."""
+    terminal = sys.stderr.isatty()
+    told = time.monotonic()
 
     def show(phase: str, done: int, total: int) -> None:
+        nonlocal told
         share = done / total if total else 1.0
-        bar = "#" * int(30 * share)
-        click.echo(f"\r{phase:12} [{bar:30}] {share:4.0%}", nl=False, err=True)
-        if done >= total:
-            click.echo(err=True)
+        if terminal:
+            bar = "#" * int(30 * share)
+            click.echo(f"\r{phase:12} [{bar:30}] {share:4.0%}", nl=False, err=True)
+            if done >= total:
+                click.echo(err=True)
+        elif time.monotonic() - told >= SELDOM:
+            told = time.monotonic()
+            click.echo(f"{phase} {share:4.0%}", err=True)
 
     return show

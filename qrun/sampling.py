@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -40,6 +42,18 @@ class Sampling:
             if not ok:
                 raise UsageError(text)
 
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            need(_is(value, Real), f"{name} must be a number, but is {value!r:.80}")
+        for name in ("top_k", "seed"):
+            value = getattr(self, name)
+            ok = _is(value, Integral) or (name == "seed" and value is None)
+            need(ok, f"{name} must be a whole number, but is {value!r:.80}")
+        bias: Any = self.logit_bias
+        ok = isinstance(bias, Mapping) and all(
+            _is(k, Integral) and _is(v, Real) for k, v in cast("Mapping[Any, Any]", bias).items()
+        )
+        need(ok, f"logit_bias must map token ids to numbers, but is {bias!r:.80}")
         need(
             self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
             f"temperature must be 0, or lie in 1e-6 .. 1e6, but is {self.temperature}",
@@ -58,6 +72,16 @@ class Sampling:
             self.seed is None or 0 <= self.seed < 1 << 64,
             f"seed must lie in 0 .. 2**64-1, but is {self.seed}",
         )
+
+
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+
+
+def _is(value: object, kind: type) -> bool:
+    """Whether it is such a number; True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 class Sampler:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qrun.checkpoint import Checkpoint, Tensor
-from qrun.config import read_json
+from qrun.config import read_json, refuse_devices
 from qrun.errors import CheckpointError
 
 Bytes = npt.NDArray[np.uint8]
@@ -118,6 +118,8 @@ def read_folder(path: Path) -> Source:
         if t.start < t.stop and not name.endswith("rotary_emb.inv_freq")
     ]
     tensors = stack_experts(path, tensors)
+    for name in SMALL_FILES:
+        refuse_devices(path / name)
     declared = config.get("torch_dtype", config.get("dtype"))
     notes: list[str] = []
     if not (path / "tokenizer.json").is_file():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import tokenizers
 
 from qrun.chat import Message, find_template, render
-from qrun.config import AGAIN, read_json, refuse_impostors
-from qrun.errors import CheckpointError, UsageError
+from qrun.config import AGAIN, read_json, refuse_devices, refuse_impostors
+from qrun.errors import CheckpointError, PromptTooLongError, UsageError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -20,7 +22,8 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class Tokenizer:
     """A checkpoint's tokenizer.json with its chat template and special tokens."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, context: int | None = None) -> None:
+        """context: tokens that a prompt must stay below, if it is known."""
         path = folder / "tokenizer.json"
         if not path.exists():
             other = [n for n in ("tokenizer.model", "tekken.json") if (folder / n).exists()]
@@ -31,6 +34,7 @@ class Tokenizer:
                 if other
                 else "download tokenizer.json and tokenizer_config.json too",
             )
+        refuse_devices(path)
         try:
             self.inner: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
@@ -39,6 +43,9 @@ class Tokenizer:
             raise CheckpointError(
                 f"{path} cannot be used: {str(error).splitlines()[0]}", hint=AGAIN
             ) from None
+        self.inner.no_truncation()  # a file may say so, from training: prompts would be cut
+        self.inner.no_padding()
+        self._context = context
         settings = folder / "tokenizer_config.json"
         config = read_json(settings) if settings.exists() else {}
         self.special = {k: _content(config[k]) for k in _SPECIAL if config.get(k)}
@@ -59,6 +66,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt, with the special tokens the tokenizer adds; never two BOS."""
+        self._refuse_endless(text)
         ids: list[int] = self.inner.encode(text).ids
         if self.bos is not None and ids[:2] == [self.bos, self.bos]:
             return ids[1:]
@@ -72,7 +80,35 @@ class Tokenizer:
         if self.template is None:
             return self.encode("\n\n".join(str(m["content"]) for m in messages))
         text = render(self.template, messages, self.special)
+        self._refuse_endless(text)
         return self.inner.encode(text, add_special_tokens=False).ids
+
+    def _refuse_endless(self, text: str) -> None:
+        """Raise for a text that cannot fit, by its length: to tokenize 10 MB takes seconds."""
+        if self._context is None or len(text) < 16 * self._context:
+            return
+        least = len("".join(text.split()).encode()) // self._longest
+        if least >= self._context:
+            raise PromptTooLongError(
+                f"the prompt has {least} tokens or more, the model's context holds "
+                f"{self._context}, and one must be left to generate"
+            )
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes that a token may stand for, white space not counted: a special one may take in any.
+
+        So large as to refuse nothing where characters can vanish, or run into one unknown token.
+        """
+        parts: dict[str, Any] = json.loads(self.inner.to_str())
+        model, text = parts["model"], json.dumps([parts["normalizer"], parts["pre_tokenizer"]])
+        bytewise = '"ByteLevel"' in text or model.get("byte_fallback")
+        drops = any(w in text for w in ('"Removed"', '"StripAccents"', '"Bert', '"content": ""'))
+        if model["type"] != "BPE" or not bytewise or drops:
+            return 1 << 62
+        longest = max(len(t.encode()) for t in self.inner.get_vocab(with_added_tokens=True))
+        # Normal forms of Unicode put at most four characters into one.
+        return longest * (4 if parts["normalizer"] else 1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""

@@ -28,6 +28,7 @@ from qrun.layers import (
 )
 from qrun.ops import QuantizedMatrix, _launch
 from qrun.ops.matrix import Activations
+from qrun.parts import float_scales, join, pairs_apart, take_rows
 from qrun.quantization import Quantization, infer
 
 ENOUGH = 500  # problems after which none is looked for
@@ -115,15 +116,16 @@ class Weights:
         of its heads if rows 2i and 2i+1 of a head are to come to lie at i and i + D/2, else 0.
         Parts whose formats differ stay separate (right, slower).
         """
+        self._refuse_endless(names[0], sum(n))
         parts = [self._part(name, rows, k, bias) for name, rows in zip(names, n, strict=True)]
         if pairs is not None and not self._root.problems:
             parts = [
-                _rows(part, _pairs_apart(rows, d)) if d else part
+                take_rows(part, pairs_apart(rows, d)) if d else part
                 for part, rows, d in zip(parts, n, pairs, strict=True)
             ]
         if interleave and len(parts) == 1:
             half = n[0] // 2
-            parts = [_rows(parts[0], slice(0, half)), _rows(parts[0], slice(half, n[0]))]
+            parts = [take_rows(parts[0], slice(0, half)), take_rows(parts[0], slice(half, n[0]))]
         joined = parts[0] if len(parts) == 1 else self._join(parts, interleave, names)
         if isinstance(joined, Stacked):
             joined = Stacked(tuple(self._packed(p) for p in joined.parts), joined.interleave)
@@ -139,6 +141,7 @@ class Weights:
 
         names: the pairs (A, B). Two of them, gate and up, become one with their rows interleaved.
         """
+        self._refuse_endless(names[0][0], count * n * len(names))
         parts = [self._expert_part(a, b, count, n, k) for a, b in names]
         path = f"{self.prefix}{{{','.join(a for a, _ in names)}}}"
         if len(parts) == 2:
@@ -159,7 +162,7 @@ class Weights:
         else:
             self._root.slow.append(f"{path}: no kernel for experts here, MLX's own op runs")
             # MLX's op wants scales in the type of x: converted here once, not in every step.
-            whole = QuantizedLinear(_float_scales(whole.matrix))
+            whole = QuantizedLinear(float_scales(whole.matrix))
             if self._computes:
                 mx.async_eval(whole.matrix.w, whole.matrix.scales, whole.matrix.biases)
         return Experts(whole.matrix, count)
@@ -229,6 +232,13 @@ class Weights:
                 f"the weights are not those that config.json describes: "
                 f"{'; '.join(problems[:SHOWN])}; and at least {ENOUGH - SHOWN} more",
                 hint=MISFIT,
+            )
+
+    def _refuse_endless(self, name: str, rows: int) -> None:
+        """Raise for a matrix that no array could be: MLX counts to 2**31."""
+        if rows >= 1 << 31:
+            raise CheckpointError(
+                f"{self.prefix}{name}: by config.json this matrix has {rows} rows", hint=MISFIT
             )
 
     def _take(self, name: str, shape: tuple[int, ...] | None) -> mx.array | None:
@@ -358,50 +368,10 @@ class Weights:
         return replace(matrix, activations=self._root.activations)
 
     def _join(
-        self,
-        parts: list[QuantizedLinear | Linear],
-        interleave: bool,
-        names: tuple[str, ...],
+        self, parts: list[QuantizedLinear | Linear], interleave: bool, names: tuple[str, ...]
     ) -> AnyLinear:
-        bias = None
-        biases = [p.bias for p in parts if p.bias is not None]
-        if biases:
-            bias = mx.stack(biases, 1).reshape(-1) if interleave else mx.concatenate(biases)
-        matrices = [p.matrix for p in parts if isinstance(p, QuantizedLinear)]
-        same = len({(m.spec, m.k, m.scale_dtype) for m in matrices}) == 1
-        if len(matrices) == len(parts) and same:
-            return QuantizedLinear(matrices[0].stacked(*matrices[1:], interleave=interleave), bias)
-        dense = [p.weight for p in parts if isinstance(p, Linear)]
-        if len(dense) == len(parts) and len({(w.dtype, w.shape[1]) for w in dense}) == 1:
-            if interleave:
-                return Linear(mx.stack(dense, axis=1).reshape(-1, dense[0].shape[1]), bias)
-            return Linear(mx.concatenate(dense), bias)
-        path = f"{self.prefix}{{{','.join(names)}}}"
-        self._root.slow.append(f"{path}: formats differ, so these run one by one")
-        return Stacked(tuple(parts), interleave)
-
-
-def _pairs_apart(rows: int, d: int) -> mx.array:
-    """Row numbers that bring dims 2i and 2i+1 of each head of D to i and i + D/2."""
-    return mx.arange(rows, dtype=mx.int32).reshape(-1, d // 2, 2).swapaxes(1, 2).reshape(-1)
-
-
-def _rows(part: QuantizedLinear | Linear, rows: slice | mx.array) -> QuantizedLinear | Linear:
-    """Some rows of a linear, or all in another order. Packed rows move whole."""
-
-    def take(a: mx.array | None) -> mx.array | None:
-        return None if a is None else a[rows]
-
-    bias = take(part.bias)
-    if isinstance(part, Linear):
-        return Linear(part.weight[rows], bias)
-    w, scales, biases = (take(a) for a in (part.matrix.w, part.matrix.scales, part.matrix.biases))
-    assert w is not None
-    matrix = replace(part.matrix, n=w.shape[0], w=w, scales=scales, biases=biases)
-    return QuantizedLinear(matrix, bias)
-
-
-def _float_scales(m: QuantizedMatrix) -> QuantizedMatrix:
-    if m.scales is None or m.biases is None:
-        return m
-    return replace(m, scales=m.scales.astype(mx.float32), biases=m.biases.astype(mx.float32))
+        whole = join(parts, interleave)
+        if isinstance(whole, Stacked):
+            path = f"{self.prefix}{{{','.join(names)}}}"
+            self._root.slow.append(f"{path}: formats differ, so these run one by one")
+        return whole

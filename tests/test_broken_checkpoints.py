@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,22 @@ def as_folder(name: str) -> Break:
     return change
 
 
+def pipe(name: str) -> Break:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def device(name: str) -> Break:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to("/dev/zero")
+
+    return change
+
+
 def dangling(folder: Path) -> None:
     (folder / SINGLE).unlink()
     (folder / SINGLE).symlink_to(folder / "no blob")
@@ -110,6 +127,8 @@ SHARDED: dict[str, tuple[Break, str, str]] = {
     "shard lfs": (content(SECOND, LFS), f"{SECOND} is a git-lfs pointer", "git lfs pull"),
     "shard html": (content(SECOND, HTML), f"{SECOND} is a web page", AGAIN),
     "index missing": (gone(INDEX), f"but no {INDEX}", f"download {INDEX} again"),
+    "index a pipe": (pipe(INDEX), f"{INDEX} is a pipe, not a file", AGAIN),
+    "shard a pipe": (pipe(SECOND), f"{SECOND} is a pipe, not a file", AGAIN),
     "index lfs": (content(INDEX, LFS), f"{INDEX} is a git-lfs pointer", "git lfs pull"),
     "index empty": (content(INDEX, b""), f"{INDEX} is empty", AGAIN),
     "index without a map": (content(INDEX, b"{}"), "weight_map is missing or empty", AGAIN),
@@ -149,6 +168,17 @@ WHOLE: dict[str, tuple[Break, str, str]] = {
         AGAIN,
     ),
     "weights a folder": (as_folder(SINGLE), f"{SINGLE} cannot be read: Is a directory", AGAIN),
+    "weights a pipe": (pipe(SINGLE), f"{SINGLE} is a pipe, not a file", AGAIN),
+    "weights a device": (device(SINGLE), f"{SINGLE} is a device, not a file", AGAIN),
+    "config a pipe": (pipe("config.json"), "config.json is a pipe", AGAIN),
+    "tokenizer a pipe": (pipe("tokenizer.json"), "tokenizer.json is a pipe", AGAIN),
+    "tokenizer a device": (device("tokenizer.json"), "tokenizer.json is a device", AGAIN),
+    "template a pipe": (pipe("chat_template.jinja"), "chat_template.jinja is a pipe", AGAIN),
+    "tokenizer config a pipe": (
+        pipe("tokenizer_config.json"),
+        "tokenizer_config.json is a pipe",
+        AGAIN,
+    ),
     "blob missing": (dangling, f"{SINGLE} cannot be read: No such file", AGAIN),
     "config missing": (gone("config.json"), "config.json is missing", "a model's folder"),
     "config empty": (content("config.json", b""), "config.json is empty", AGAIN),
@@ -169,6 +199,20 @@ WHOLE: dict[str, tuple[Break, str, str]] = {
     "too few layers": (config(num_hidden_layers=1), "is unexpected", MISFIT),
     "vocabulary": (config(vocab_size=100), "has shape [352, 16], must be [100, 16]", MISFIT),
     "heads": (config(num_attention_heads=3), "no multiple of", "download config.json again"),
+    "context without end": (
+        config(max_position_embeddings=10**12),
+        "max_position_embeddings must be a whole number, 1 to 2147483647, but is 1000000000000",
+        AGAIN,
+    ),
+    "layers without end": (config(num_hidden_layers=10**9), "a whole number, 1 to 10000", AGAIN),
+    "vocabulary without end": (config(vocab_size=10**12), "vocab_size must be a whole", AGAIN),
+    "rows without end": (config(intermediate_size=2**31 - 1), "has 4294967294 rows", MISFIT),
+    "hidden without end": (config(hidden_size=10**9), "hidden_size must be a whole number", AGAIN),
+    "heads without end": (
+        config(hidden_size=1 << 20, num_attention_heads=2, num_key_value_heads=2, head_dim=None),
+        "hidden_size 1048576 in 2 heads: heads have 65536 at most",
+        "config.json",
+    ),
     "context": (config(max_position_embeddings=0), "max_position_embeddings must be", AGAIN),
     "bits": (
         config(quantization={"bits": 8, "group_size": 32}),
@@ -295,8 +339,9 @@ def test_what_is_no_folder(name: str, said: str, remedy: str, tmp_path: Path, co
     [
         (config(eos_token_id=10**6), "stop tokens that are none of the tokenizer's 273: 1000000"),
         (template("{% if %}"), "chat template is broken"),
-        (template("{{ raise_exception('pairs') }}"), "fails: pairs (for a single message)"),
+        (template("{{ raise_exception('pairs') }}"), "refuses: pairs (for a single message)"),
         (content("generation_config.json", b"{"), "ignored: "),
+        (pipe("generation_config.json"), "generation_config.json is a pipe"),
         (copied(SINGLE, "consolidated.safetensors"), ""),
         (
             lambda f: content("config.json", b"\xef\xbb\xbf" + (f / "config.json").read_bytes())(f),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,6 @@ def test_case_11_exactly_one_bos(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ raise_exception('only pairs of turns') }}",
         "{{ messages[0].content.missing.deeper }}",
         "{{ 1 / 0 }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -57,7 +57,7 @@ def test_case_11_exactly_one_bos(tmp_path: Path) -> None:
     ],
 )
 def test_case_11_a_failing_template_is_one_line(template: str) -> None:
-    with pytest.raises(UsageError, match="the model's chat template fails: ") as caught:
+    with pytest.raises(CheckpointError, match="the model's chat template fails: ") as caught:
         render(template, HELLO, SPECIAL)
     assert "\n" not in str(caught.value)
     assert caught.value.hint is not None
@@ -70,8 +70,88 @@ def test_a_template_that_is_no_template_is_a_bad_checkpoint() -> None:
 
 
 def test_raise_exception_keeps_its_message() -> None:
-    with pytest.raises(UsageError, match="fails: only pairs of turns"):
+    with pytest.raises(UsageError, match="refuses: only pairs of turns"):
         render("{{ raise_exception('only pairs of turns') }}", HELLO, SPECIAL)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "hello",
+        7,
+        {"content": "hello"},
+        {"role": 1},
+        {"role": "user"},
+        {"role": "user", "content": 5},
+    ],
+)
+def test_what_is_no_message_is_the_callers_mistake(message: Any) -> None:
+    with pytest.raises(UsageError, match="a message is a mapping with role and content"):
+        render(CHATML, [message], SPECIAL)
+
+
+GROW = (
+    "{% set ns = namespace(s='xx', n=99, l=[1]) %}"
+    "{% for i in range(60) %}{% set STEP %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{{ loop.length }}{% endfor %}"
+        "{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ f(60) }}",
+        "{% for x in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}"
+        "{% endfor %}",
+        "{% for x in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
+        "{{ 'x' * 10**11 }}",
+        "{{ [1] * 10**11 }}",
+        "{{ 2 ** 1000000000 }}",
+        "{{ '%1000000000d' % 5 }}",
+        "{{ '%*d' % (1000000000, 5) }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 1000000000) }}",
+        "{{ '%1000000000d' | format(5) }}",
+        "{{ 'x' | center(1000000000) }}",
+        "{{ 'x'.ljust(1000000000) }}",
+        "{{ 1.5 | round(1000000000) }}",
+        GROW.replace("STEP", "ns.s = ns.s ~ ns.s"),
+        GROW.replace("STEP", "ns.s = ns.s + ns.s"),
+        GROW.replace("STEP", "ns.s = ns.s.replace('x', ns.s)"),
+        GROW.replace("STEP", "ns.s = ns.s | replace('x', ns.s)"),
+        GROW.replace("STEP", "ns.s = [ns.s, ns.s] | join"),
+        GROW.replace("STEP", "ns.s = ns.s.join([ns.s, ns.s])"),
+        GROW.replace("STEP", "ns.n = ns.n * ns.n"),
+        GROW.replace("STEP", "ns.l = ns.l + ns.l"),
+    ],
+)
+def test_the_work_of_a_template_has_an_end(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qrun.sandbox.BUDGET", 1 << 22)
+    with pytest.raises(CheckpointError, match="the model's chat template fails: it ") as caught:
+        render(template, HELLO, SPECIAL)
+    assert caught.value.hint is not None
+    assert "--raw" in caught.value.hint
+
+
+def test_the_time_of_a_template_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qrun.sandbox.BUDGET", 1 << 60)
+    monkeypatch.setattr("qrun.sandbox.SECONDS", 0.1)
+    with pytest.raises(CheckpointError, match="does not come to an end"):
+        render("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, HELLO, SPECIAL)
+
+
+def test_a_long_conversation_is_no_work() -> None:
+    long = [{"role": "user", "content": "word " * 1000}] * 4000
+    assert len(render(CHATML, long, SPECIAL)) > 20_000_000
+
+
+def test_a_long_conversation_that_is_counted_at_every_turn_is_no_work() -> None:
+    """As qwen3's template does."""
+    template = "{% for m in messages %}{{ messages|length - loop.index0 }}{% endfor %}"
+    assert render(template, [{"role": "user", "content": "hi"}] * 8000, SPECIAL).endswith("21")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +165,10 @@ def test_raise_exception_keeps_its_message() -> None:
         ("{{ messages | length }}{{ add_generation_prompt }}", "1True"),
         ("{{ strftime_now('%Y')[:1] }}", "2"),
         ("{% set ns = namespace(n=0) %}{% set ns.n = 5 %}{{ ns.n }}", "5"),
+        ("{% for m in messages %}{{ loop.last }}{{ loop.length }}{% else %}-{% endfor %}", "True1"),
+        ("{% for x in nothing %}{{ x }}{% else %}-{% endfor %}", "-"),
+        ("{% for k, v in {'a': 1}.items() if v %}{{ k }}{% endfor %}", "a"),
+        ("{{ '%d%%' % 1700000000 }}{{ '{{}}{}'.format(1700000000) }}", "1700000000%{}1700000000"),
         ("{{ tools is defined }}{{ tools }}", "False"),
     ],
 )
@@ -93,7 +177,7 @@ def test_the_environment_that_templates_expect(template: str, want: str) -> None
 
 
 def test_a_template_cannot_change_the_conversation() -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(CheckpointError):
         render("{{ messages.append(1) }}", HELLO, SPECIAL)
     assert len(HELLO) == 1
 
@@ -118,7 +202,7 @@ def test_jinja2_stays_whole_for_others(python: Callable[..., str]) -> None:
     code = (
         "import sys\n"
         "from qrun.chat import render\n"
-        "text = render('{{ messages[0].content }}', [{'content': 'x'}], {})\n"
+        "text = render('{{ messages[0].content }}', [{'role': 'user', 'content': 'x'}], {})\n"
         "assert 'jinja2.bccache' not in sys.modules\n"
         "import jinja2, jinja2.sandbox\n"
         "assert jinja2.exceptions.TemplateError is jinja2.TemplateError\n"

@@ -268,8 +268,17 @@ def test_case_10_prompt_too_long_names_both_numbers(cli: Run, tiny_folder: Path)
 def test_case_11_a_failing_template_is_one_line(cli: Run, tmp_path: Path) -> None:
     folder = tiny(tmp_path, template="{{ raise_exception('no system role') }}")
     done = cli("generate", folder, "-p", "x", "-q")
-    assert_fails(done, 2, "chat template fails: no system role", "--raw")
+    assert_fails(done, 2, "chat template refuses: no system role", "--raw")
     assert cli("generate", folder, "-p", "x", "-n", 1, "--raw", "-q").code == 0
+
+
+def test_a_template_without_an_end_is_a_bad_checkpoint(cli: Run, tmp_path: Path) -> None:
+    folder = tiny(tmp_path, template="{% for x in range(99999) %}" * 3 + "{% endfor %}" * 3)
+    done = cli("generate", folder, "-p", "x", "-q")
+    assert_fails(done, 4, "chat template fails: it does not come to an end", "--raw")
+    looked = cli("inspect", folder)
+    assert looked.code == 0  # it loads, and --raw works
+    assert b"note          the model's chat template fails: it does not come" in looked.out
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import textwrap
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +25,9 @@ from qrun.errors import CheckpointError, QrunError, UsageError
 from qrun.gguf import open_gguf
 from qrun.gguf_config import llama3_factors
 from qrun.gguf_models import half_split_order
+from qrun.microscaling import quantize_fp4
+from qrun.quantization import Quantization, dequantize_ref
+from tests.conftest import ROOT
 from tests.gguf_writer import random_blocks, reference, tiny_gguf, write_gguf
 
 
@@ -168,6 +175,8 @@ def test_q6_k_is_quantized_anew(make: Callable[..., Path], tmp_path: Path) -> No
     config, tensors = result(tmp_path / "out")
     assert (report.kept, report.quantized) == (0, 15)
     assert config["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
+    assert report.notes[-1].startswith("15 matrices of Q6_K have become affine 4-bit, group 32: ")
+    assert convert(src, tmp_path / "six", bits=6).notes == report.notes[:-1]
     for name, value in expected_gguf(src).items():
         if tensors[name].dtype == "U32":
             error = np.abs(dequantized(config, tensors, name) - value).reshape(-1, 32)
@@ -224,8 +233,26 @@ def test_asking_overrules_keeping(make: Callable[..., Path], tmp_path: Path) -> 
     src = make("Q8_0")
     assert convert(src, tmp_path / "a", bits=8).kept == 15
     report = convert(src, tmp_path / "b", bits=4, group_size=64)
-    assert (report.kept, report.quantized, report.dense) == (0, 13, 7)  # inner 96 has no 64s
+    assert (report.kept, report.quantized, report.dense) == (0, 15, 5)
+    # inner 96 has no 64s
+    assert report.notes[-1].startswith("2 matrices have smaller groups: 64 does not divide 96, the")
+    config, _ = result(tmp_path / "b")
+    down = config["quantization"]["model.layers.0.mlp.down_proj"]
+    assert down == {"group_size": 32, "bits": 4, "mode": "affine"}
     assert convert(src, tmp_path / "c", mode="mxfp4").quantized == 15
+
+
+def test_another_group_size_costs_no_bits(make: Callable[..., Path], tmp_path: Path) -> None:
+    src = make("Q8_0", hidden=64, inner=128)
+    report = convert(src, tmp_path / "out", group_size=64)
+    config, tensors = result(tmp_path / "out")
+    assert config["quantization"] == {"group_size": 64, "bits": 8, "mode": "affine"}
+    assert (report.quantized, report.notes) == (15, ())
+    for name, value in expected_gguf(src).items():
+        if tensors[name].dtype == "U32":
+            error = np.abs(dequantized(config, tensors, name) - value).reshape(-1, 64)
+            spread = np.ptp(value.reshape(-1, 64), axis=1)
+            assert (error.max(axis=1) <= spread / 255 * 1.5).all()  # scales are float16
 
 
 def test_bfloat16_leaves_exact_scales_alone(make: Callable[..., Path], tmp_path: Path) -> None:
@@ -521,6 +548,31 @@ def test_folder_equals_mx_quantize(
     assert config["quantization"] == {"group_size": group, "bits": bits, "mode": mode}
 
 
+@pytest.mark.parametrize(("mode", "group"), [("mxfp4", 32), ("nvfp4", 16)])
+@pytest.mark.parametrize("shape", [(1, 32), (129, 1024), (5, 4864)])
+def test_fp4_is_mlx_s(mode: str, group: int, shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(3)
+    values = rng.normal(size=shape) * np.exp2(rng.integers(-5, 6, (shape[0], 1)))
+    values[0, :32] = (0, 0.25, 0.75, -0.0, -0.2, -5, 6, 2.5, *(1.25, 1.75, 3.5, -6) * 6)
+    values[-1, -32:] = 0
+    ours = quantize_fp4(values.astype(np.float32), mode)
+    theirs = mx.quantize(mx.array(values, mx.float32), group, 4, mode, stream=mx.cpu)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, np.array(b))
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-30, 3e38])
+def test_fp4_at_the_ends_of_float32(mode: str, size: float) -> None:
+    """MLX makes NaN of the smallest."""
+    values = np.full((1, 32), size, np.float32)
+    w, scales = quantize_fp4(values, mode)
+    found = dequantize_ref(w, scales, None, Quantization(4, 32 if mode == "mxfp4" else 16, mode))
+    assert np.isfinite(found).all()
+    assert (found <= 1.25 * values.astype(np.float64)).all()
+    assert mode == "nvfp4" or abs(found - values).max() <= max(size / 4, 1e-38)
+
+
 @pytest.mark.parametrize(
     ("stored", "declared", "asked", "expected"),
     [
@@ -768,6 +820,16 @@ def test_refuses_other_files(tmp_path: Path) -> None:
         convert(tmp_path / "pytorch_model.bin", tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "m.gguf"])
+def test_a_pipe_in_a_files_place_is_named(name: str, folder: Path, tmp_path: Path) -> None:
+    """Opening one would wait for a writer."""
+    path = folder / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=f"{name} is a pipe, not a file"):
+        convert(path if name == "m.gguf" else folder, tmp_path / "out")
+
+
 def test_existing_target(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(folder, out)
@@ -821,7 +883,17 @@ def test_force_does_not_delete_other_things(folder: Path, tmp_path: Path) -> Non
 
 def test_matrices_that_a_group_does_not_divide_are_told(folder: Path, tmp_path: Path) -> None:
     report = convert(folder, tmp_path / "out", group_size=128)
-    assert (report.dense > 0) == any("groups of 128 do not divide" in n for n in report.notes)
+    odd = "97, the width of model.layers.0.mlp.odd.weight"
+    assert report.notes == (f"1 matrices stay dense: 128 does not divide {odd}",)
+
+
+def test_a_group_that_does_not_divide_makes_no_larger_model(
+    make: Callable[..., Path], tmp_path: Path
+) -> None:
+    src = make("Q4_1", hidden=64, inner=128)
+    report = convert(src, tmp_path / "out", group_size=128)
+    assert report.notes[-1].startswith("13 matrices have smaller groups: 128 does not divide 64, ")
+    assert report.nbytes < convert(src, tmp_path / "default").nbytes
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])
@@ -842,6 +914,65 @@ def test_interruption_leaves_nothing(
         convert(folder, out, bits=8, force=existing, progress=interrupt)
     assert {p: p.read_bytes() for p in out.glob("*")} == before
     assert sorted(os.listdir(tmp_path)) == (["in", "out"] if existing else ["in"])
+
+
+KILLED = """
+    import os, signal, sys
+    import qrun.placing
+    from qrun.convert import convert
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[3] == "writing":
+        convert(sys.argv[1], sys.argv[2], force=True, progress=die)
+    rename = os.rename
+    def once(a, b):  # what was there is set aside; the new one never comes
+        rename(a, b)
+        die()
+    os.rename = once
+    convert(sys.argv[1], sys.argv[2], force=True)
+"""
+
+
+@pytest.mark.parametrize("when", ["writing", "replacing"])
+@pytest.mark.parametrize("existing", [False, True])
+def test_what_a_killed_conversion_left_is_cleared(
+    folder: Path, tmp_path: Path, when: str, existing: bool
+) -> None:
+    out = tmp_path / "out"
+    if existing:
+        convert(folder, out, bits=8)
+    before = {p.name: p.read_bytes() for p in out.glob("*")}
+    run = [sys.executable, "-c", textwrap.dedent(KILLED), str(folder), str(out), when]
+    assert subprocess.run(run, cwd=ROOT).returncode == -signal.SIGKILL
+    mine = tmp_path / ".out.mynotes1"
+    mine.mkdir()
+    (mine / "text").write_text("mine")
+    if existing:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with pytest.raises(UsageError, match="exists already"):
+                convert(folder, out)
+        assert len(caught) == (when == "replacing")
+        assert {p.name: p.read_bytes() for p in out.glob("*")} == before
+    else:
+        convert(folder, out, force=True)
+    assert sorted(os.listdir(tmp_path)) == [".out.mynotes1", "in", "out"]
+    assert (mine / "text").read_text() == "mine"
+
+
+def test_a_conversion_under_way_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    made: list[int] = []
+
+    def another(phase: str, done: int, total: int) -> None:
+        if not made:
+            made.append(done)
+            convert(folder, out)
+
+    with pytest.raises(UsageError, match="exists already"):
+        convert(folder, out, progress=another)
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+    assert (out / "config.json").is_file()
 
 
 def test_full_disk_is_one_line(folder: Path, tmp_path: Path, python: Callable[..., str]) -> None:

@@ -89,6 +89,38 @@ def test_case_07_a_malformed_generation_config_is_a_warning(broken: str, tmp_pat
     assert model.eos
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "folder"}, "the model must be one that qrun.load returned, not 'folder'"),
+        ({"model": None}, "the model must be one that qrun.load returned, not None"),
+        ({"prompt": 5}, "a prompt is a text, a list of messages, or a list of token ids"),
+        ({"max_tokens": "x"}, "max_tokens must be a whole number, 0 or more, but is 'x'"),
+        ({"max_tokens": 2.5}, "max_tokens must be a whole number, 0 or more, but is 2.5"),
+        ({"max_tokens": None}, "max_tokens must be a whole number, 0 or more, but is None"),
+        ({"max_tokens": True}, "max_tokens must be a whole number, 0 or more, but is True"),
+        ({"stop": 5}, "stop must be a text or a list of texts, not 5"),
+        ({"stop": [5]}, r"stop must be a text or a list of texts, not \[5\]"),
+        ({"stop": b"x"}, "stop must be a text or a list of texts, not b'x'"),
+        ({"stop": None}, "stop must be a text or a list of texts, not None"),
+        ({"sampling": {}}, r"sampling must be a qrun.Sampling, not \{\}"),
+        ({"system": 5}, "a message is a mapping with role and content, not"),
+    ],
+)
+def test_arguments_of_another_type_are_usage_errors(
+    options: dict[str, Any], message: str, endless: LoadedModel
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        qrun.generate(**({"model": endless, "prompt": "he"} | options))
+
+
+def test_a_text_that_no_memory_holds_is_a_usage_error(tmp_path: Path) -> None:
+    model = load(tiny(tmp_path, config={"max_position_embeddings": 2**31 - 1}))
+    with pytest.raises(UsageError, match=r"a text of 2147483646 tokens takes \d+\.\d GB of cache"):
+        qrun.generate(model, [1], max_tokens=2**31 - 3)
+    assert len(qrun.generate(model, [1], max_tokens=2).tokens) <= 2
+
+
 @pytest.mark.parametrize("n", [0, 1, 2, 5])
 def test_case_09_max_tokens(n: int, endless: LoadedModel) -> None:
     result = qrun.generate(endless, IDS, max_tokens=n)
@@ -99,7 +131,7 @@ def test_case_09_max_tokens(n: int, endless: LoadedModel) -> None:
 
 
 def test_negative_max_tokens_is_a_usage_error(endless: LoadedModel) -> None:
-    with pytest.raises(UsageError, match="max_tokens must be 0 or more, but is -1"):
+    with pytest.raises(UsageError, match="max_tokens must be a whole number, 0 or more, but is -1"):
         qrun.generate(endless, IDS, max_tokens=-1)
 
 

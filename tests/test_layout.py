@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 HELPERS = {"__init__", "cuda_sources", "matrices", "metal_epilogues", "metal_support", "reference"}
 # What a backend, or all ops together, add to an op's own test.
 MORE = {
+    "cuda_addresses",
     "cuda_direct",
     "cuda_program",
     "cpu_layer",

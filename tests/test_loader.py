@@ -50,6 +50,26 @@ def test_an_unknown_dtype_is_a_usage_error(tiny_folder: Path) -> None:
         load(tiny_folder, dtype="int8")
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (5, {}, "a model is a folder or a hub id, not 5"),
+        (None, {}, "a model is a folder or a hub id, not None"),
+        (b"folder", {}, "a model is a folder or a hub id, not b'folder'"),
+        ("owner/name", {"revision": 5}, "a revision is a text, not 5"),
+        ("folder", {"dtype": []}, r"unknown dtype \[\]"),
+        ("folder", {"activations": 5}, "activations must be default, exact or int8, not 5"),
+        ("folder", {"tune": "x"}, "tune must be None, False or True, not 'x'"),
+        ("folder", {"show": 5}, "show must be a function of a line, not 5"),
+    ],
+)
+def test_arguments_of_another_type_are_usage_errors(
+    model: Any, options: dict[str, Any], message: str, tiny_folder: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        load(tiny_folder if model == "folder" else model, **options)
+
+
 def test_a_step_reads_all_weights_but_one_row_of_an_untied_embedding(tmp_path: Path) -> None:
     tied, untied = tiny(tmp_path / "tied"), tiny(tmp_path / "untied", tied=False)
     sizes = {}

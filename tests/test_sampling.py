@@ -216,6 +216,34 @@ def test_values_out_of_range_are_usage_errors(options: dict[str, Any], message: 
         Sampling(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number, but is 'hot'"),
+        ({"temperature": None}, "temperature must be a number, but is None"),
+        ({"temperature": True}, "temperature must be a number, but is True"),
+        ({"top_p": []}, r"top_p must be a number, but is \[\]"),
+        ({"presence_penalty": "a"}, "presence_penalty must be a number"),
+        ({"top_k": 1.5}, "top_k must be a whole number, but is 1.5"),
+        ({"top_k": None}, "top_k must be a whole number, but is None"),
+        ({"seed": "x"}, "seed must be a whole number, but is 'x'"),
+        ({"seed": 1.0}, "seed must be a whole number, but is 1.0"),
+        ({"logit_bias": None}, "logit_bias must map token ids to numbers, but is None"),
+        ({"logit_bias": [1]}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {1: "a"}}, "logit_bias must map token ids to numbers"),
+    ],
+)
+def test_values_of_another_type_are_usage_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Sampling(**options)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    s = Sampling(temperature=float(np.float32(0.5)), top_k=np.int64(3), logit_bias={np.int32(1): 2})
+    assert s == Sampling(temperature=0.5, top_k=3, logit_bias={1: 2.0})
+
+
 @pytest.mark.parametrize("token", [-1, V])
 def test_bias_of_an_unknown_token_is_a_usage_error(token: int) -> None:
     with pytest.raises(UsageError, match=f"token {token} is not in 0 .. {V - 1}"):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from qrun.errors import CheckpointError, UsageError
+from qrun.errors import CheckpointError, PromptTooLongError, UsageError
 from qrun.tokenizer import StopFinder, StreamingDecoder, Tokenizer
 from tests.tiny import ADDED, TOKENIZERS, VOCAB, write_template
 
@@ -161,6 +161,51 @@ def test_tokenizer_json_alone_is_enough(tmp_path: Path) -> None:
     t = Tokenizer(tmp_path)
     assert t.decode(t.encode("hello")) == "hello"
     assert (t.eos, t.bos, t.template) == (None, None, None)
+
+
+def test_case_10_a_file_that_truncates_and_pads_does_not(tmp_path: Path) -> None:
+    """As transformers writes it after a training with padded batches."""
+    inner = TOKENIZERS["bytelevel"]()
+    inner.enable_truncation(max_length=4)
+    inner.enable_padding(length=8)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    t = Tokenizer(tmp_path)
+    assert t.decode(t.encode("hello world")) == "hello world"
+    assert len(t.encode("h")) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_case_10_what_cannot_fit_is_refused_untokenized(kind: str, tmp_path: Path) -> None:
+    t = Tokenizer(write(tmp_path, kind), context=100)
+
+    class Untouched:
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(name)
+
+    with pytest.raises(PromptTooLongError, match=r"has \d{4,} tokens or more, .* holds 100, and"):
+        t.encode("some words " * 20_000)
+    assert t.encode(" " * 1600)  # one token may hold any number of blanks
+    t.inner = Untouched()  # from here on nothing asks the library
+    for text in ("some words " * 20_000, "ß" * 90_000):
+        with pytest.raises(PromptTooLongError):
+            t.encode(text)
+        with pytest.raises(PromptTooLongError):
+            t.encode_chat([{"role": "user", "content": text}])
+
+
+def test_a_text_that_may_vanish_is_tokenized(tmp_path: Path) -> None:
+    """Characters that are one unknown token together, or that are removed, fit anywhere."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import models, pre_tokenizers
+
+    fused = Inner(models.BPE({"a": 0, "<unk>": 1}, [], unk_token="<unk>", fuse_unk=True))
+    removed = TOKENIZERS["bytelevel"]()
+    removed.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("x", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    for inner in (fused, removed):
+        inner.save(str(tmp_path / "tokenizer.json"))
+        assert len(Tokenizer(tmp_path, context=10).encode("x" * 5000)) < 2
 
 
 @pytest.mark.parametrize("other", ["tokenizer.model", "tekken.json"])

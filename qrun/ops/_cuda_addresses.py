@@ -1,7 +1,12 @@
 """Where arrays of MLX lie on the device: their addresses, for launches of our own.
 
 MLX has no call for it; a kernel that it launches is told, and writes them down. That takes long,
-so what was learned is remembered as long as the array lives.
+so what was learned is remembered as long as the array lives. An array that does not lie in the
+order of rows is handed to the kernel as a fresh copy each time it is named. So each is named twice:
+two addresses mean that it has none for us, and a copy that stays is taken in its place.
+
+(`mx.contiguous` alone will not do: it also copies an array that lies well, if its buffer is 16 KB
+larger than it has to be, as buffers used again are. What is written to the copy, nobody finds.)
 """
 
 from __future__ import annotations
@@ -20,10 +25,10 @@ AT_ONCE = 128  # arrays whose addresses one kernel writes down
 
 
 class _Known(NamedTuple):
-    """Where an array lies. `kept` is the array itself, or its copy in the order of rows."""
+    """Where an array lies, or its copy in the order of rows."""
 
     array: weakref.ref[mx.array]
-    kept: mx.array
+    copy: mx.array | None
     address: int
 
 
@@ -39,12 +44,17 @@ def address_of(array: mx.array) -> int:
 def addresses(arrays: Arrays) -> list[int]:
     """Where arrays lie on the device, in the order of rows."""
     new = [a for a in {id(a): a for a in arrays}.values() if id(a) not in _known]
-    kept = [mx.contiguous(a) for a in new]
-    mx.eval(kept)
-    for array, copy, address in zip(new, kept, _asked(kept), strict=True):
-        key = id(array)
-        forget = partial(_forget, key)
-        _known[key] = _Known(weakref.ref(array, forget), copy, address)
+    mx.eval(new)
+    asked = _asked([same for a in new for same in (a, a)])
+    for array, address, again in zip(new, asked[::2], asked[1::2], strict=True):
+        kept = array
+        if address != again:
+            kept = mx.contiguous(array)
+            mx.eval(kept)
+            (address,) = _asked([kept])
+        forget = partial(_forget, id(array))
+        copy = None if kept is array else kept
+        _known[id(array)] = _Known(weakref.ref(array, forget), copy, address)
     return [_known[id(a)].address for a in arrays]
 
 

@@ -132,16 +132,22 @@ WGMMA_TILES = {
 }
 
 
+SPLITS = (2, 3, 4, 6, 8, 12, 16)  # that were timed
+
+
 @cache
 def wgmma_tile(rows: int, n: int, k: int) -> WgmmaTile:
-    """The quickest by an estimate."""
-    most = min(16, ceil_div(k, 256))  # every split has two runs
+    """The quickest by an estimate, among the kinds that were timed."""
 
     def candidates() -> Iterator[WgmmaTile]:
         for tile in WGMMA_TILES:
+            across, along = ceil_div(rows, tile.bm), ceil_div(n, tile.bn)
+            if across > 8 and tile.bm < 128:
+                continue  # w would come from L2 more than eight times
             yield tile
-            if ceil_div(rows, tile.bm) * ceil_div(n, tile.bn) < SMS * tile.blocks:
-                yield from (tile._replace(splits=s) for s in range(2, most + 1))
+            if across * along < SMS * tile.blocks:
+                # Every split has two runs.
+                yield from (tile._replace(splits=s) for s in SPLITS if s <= ceil_div(k, 256))
 
     return min(candidates(), key=lambda tile: _microseconds(tile, rows, n, k))
 
