@@ -115,5 +115,14 @@ NB_MODULE(_ext, m) {
   m.def("set_threads", &qrun::set_threads, "n"_a);
   m.def("read_bandwidth", &qrun::read_bandwidth, "bytes"_a, "threads"_a = 0);
   m.def("peak_flops", &qrun::peak_flops, "kind"_a);
+  m.def("trim", &qrun::trim);
+  m.def(
+      "blank",
+      [](const std::vector<std::vector<int>>& shapes, Dtype dtype) {
+        std::vector<qrun::mx::Shape> given;
+        for (const auto& shape : shapes) given.emplace_back(shape.begin(), shape.end());
+        return qrun::blank(given, dtype);
+      },
+      "shapes"_a, "dtype"_a);
   m.def("guarded", &qrun::guarded, "a"_a);
 }

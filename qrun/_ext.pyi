@@ -167,5 +167,11 @@ def read_bandwidth(bytes: int, threads: int = 0) -> float:
 def peak_flops(kind: Literal["f32", "int8"]) -> float:
     """GOP/s of one thread's multiply-adds, counted as two."""
 
+def trim() -> None:
+    """Give the pages of freed memory back to the system, where malloc keeps them."""
+
+def blank(shapes: list[tuple[int, ...]], dtype: mx.Dtype) -> list[mx.array]:
+    """Zeros side by side in large pages, resident once written: for what ops write in place."""
+
 def guarded(a: mx.array) -> mx.array:
     """A copy whose last byte lies just before an unreadable page."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from qrun.errors import UsageError
+from qrun.ops import _launch
 from qrun.positions import Rope
 
 STEP = 256  # capacities are multiples of this, so that growing one seldom changes a shape
@@ -69,16 +70,15 @@ class Cache:
         whole = -(-capacity // STEP) * STEP
         fresh = whole - self.capacity
         if fresh:
-            self.keys, self.values = self._grown(self.keys, fresh), self._grown(self.values, fresh)
+            self.hold(self._grown(self.state, fresh))
         tables = {rope: rope.table(whole, self.planned) for rope in ropes}
         self.tables = [tables[spec.rope] for spec in self.specs]
         self.capacity = whole
 
     def _grown(self, held: list[mx.array], fresh: int) -> list[mx.array]:
-        """`fresh` more positions behind every array; from nothing: that many."""
-        new = [
-            mx.zeros((self.batch, s.kv_heads, fresh, s.head_dim), self.dtype) for s in self.specs
-        ]
+        """The state with `fresh` more positions behind each array; from nothing: that many."""
+        shapes = [(self.batch, s.kv_heads, fresh, s.head_dim) for s in self.specs]
+        new = _launch.backend().blank(shapes * 2, self.dtype)
         if not held:
             return new
         return [mx.concatenate([a, b], axis=2) for a, b in zip(held, new, strict=True)]

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from qrun.config import AGAIN, refuse_devices, refuse_impostors
 from qrun.errors import CheckpointError, UsageError
+from qrun.lazy import bare
 
 Message = Mapping[str, Any]
 RAW = "--raw gives the prompt to the model as it is"
@@ -49,7 +50,9 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
     special: bos_token, eos_token and the like. Raises UsageError where the template refuses the
     messages, CheckpointError where it is broken, fails, or does not come to an end.
     """
-    # jinja2 costs 40 ms to import; a raw prompt need not pay it.
+    # jinja2 costs 40 ms to import; a raw prompt need not pay it. Half of that, and 5 MB, are
+    # OpenSSL and others for a cache on disk that only its __init__ asks for.
+    bare("jinja2")
     from jinja2.exceptions import TemplateSyntaxError
 
     from qrun.sandbox import STEP, Sandbox

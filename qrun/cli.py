@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -320,7 +319,7 @@ def main() -> None:
         sys.exit(130)
     except QrunError as error:
         if debug:
-            traceback.print_exc()
+            _traceback()
         _fail(str(error), error.hint, error.exit_code)
     except click.ClickException as error:
         _fail(error.format_message(), f"see {_command_path(error)} --help", error.exit_code)
@@ -328,12 +327,12 @@ def main() -> None:
         sys.exit(error.exit_code)
     except OSError as error:
         if debug:
-            traceback.print_exc()
+            _traceback()
         where = error.filename or "standard output"
         _fail(f"{where}: {(error.strerror or str(error)).lower()}", None, 1)
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            _traceback()
         _fail(f"{type(error).__name__}: {error}", "--debug shows where: qrun --debug ...", 1)
 
 
@@ -345,6 +344,12 @@ def _reader_left() -> NoReturn:
     """As in `qrun ... | head`: nothing to say, and nobody to say it to."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python's last flush fails once more
     sys.exit(0)
+
+
+def _traceback() -> None:
+    import traceback
+
+    traceback.print_exc()
 
 
 def _fail(message: str, hint: str | None, code: int) -> None:

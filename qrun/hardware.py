@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import resource
@@ -48,6 +47,8 @@ def sparing() -> Generator[None]:
     """On a CPU: keep little of what is freed inside for later use, and none of it behind."""
     import mlx.core as mx
 
+    from qrun.ops import _launch
+
     if mx.default_device().type != mx.cpu:
         yield
         return
@@ -57,10 +58,10 @@ def sparing() -> Generator[None]:
     finally:
         mx.set_cache_limit(limit)
         mx.clear_cache()
-        if sys.platform == "linux":
-            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl not
-            if trim:
-                trim(0)
+        if _launch.native_problem() is None:
+            from qrun import _ext
+
+            _ext.trim()
 
 
 def device_name() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,19 @@ def test_several_messages_with_a_system_message(tmp_path: Path) -> None:
     text = text_of(tiny(tmp_path), messages)
     assert text.startswith("<|im_start|>system\nhe<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n")
     assert text.endswith("assistant\na<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_jinja2_stays_whole_for_others(python: Callable[..., str]) -> None:
+    """qrun imports it without its __init__, whoever comes later has all of it."""
+    code = (
+        "import sys\n"
+        "from qrun.chat import render\n"
+        "text = render('{{ messages[0].content }}', [{'role': 'user', 'content': 'x'}], {})\n"
+        "assert 'jinja2.bccache' not in sys.modules\n"
+        "import jinja2, jinja2.sandbox\n"
+        "assert jinja2.exceptions.TemplateError is jinja2.TemplateError\n"
+        "assert issubclass(jinja2.sandbox.SandboxedEnvironment, jinja2.Environment)\n"
+        "assert not hasattr(jinja2, 'nonsense')\n"
+        "print(text, jinja2.Template('{{ a }}').render(a=3))\n"
+    )
+    assert python(code) == "x 3\n"

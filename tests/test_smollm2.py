@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,18 @@ def test_the_folder_names_what_it_is(smollm2: Path) -> None:
     assert config["model_type"] == "llama"
     assert config["quantization"]["bits"] == 4
     assert config["quantization"]["group_size"] == 32
+
+
+@pytest.mark.native
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count resident pages otherwise")
+@pytest.mark.parametrize(("words", "slack"), [(5, 60e6), (470, 62e6)])
+def test_memory_is_weights_cache_and_60_mb(
+    cli: Run, smollm2: Path, smollm2_model: LoadedModel, words: int, slack: float
+) -> None:
+    """The peak of a whole process. 35 tokens leave 9 MB to spare, 500 are at the limit."""
+    prompt = " ".join(["word"] * words)
+    done = cli("generate", smollm2, "-p", prompt, "-n", 12, "--stats", "--no-tune")
+    assert done.code == 0, done.err
+    told = dict(line.split(None, 1) for line in done.err.splitlines())
+    held = smollm2_model.new_cache(words + 42).nbytes
+    assert int(told["peak"].split()[0]) * 1e6 < smollm2_model.step_bytes + held + slack

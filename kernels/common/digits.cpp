@@ -25,7 +25,10 @@ static float inverse_scale(int largest_bits, int count) {
 
 // v (16 numbers at k = i of the group) -> digits[d][i..]; digits of one row and chunk are adjacent.
 template <int COUNT>
-static void store_digits(int8_t* out, int chunk, i32x16 v, bool even_odd) {
+static void write_digits(int8_t* out, int chunk, i32x16 v, bool even_odd) {
+#ifdef QRUN_STORE_DIGITS
+  if constexpr (COUNT == 2 || COUNT == 3) return store_digits<COUNT>(out, chunk, v, even_odd);
+#endif
   for (int d = COUNT - 1; d >= 0; d--) {
     if (even_odd)
       store_bytes_even_odd(out + d * chunk, v);
@@ -71,7 +74,7 @@ static void prepare_row(const Prologue& p, const Digits& d, int tile, int r) {
       i32x16 v = finite ? round_to_int(x[i] * splat(inverse)) : splat_i(0);
       total = total + v;
       const int k = g * d.group + i * 16, chunk = k / d.chunk;
-      store_digits<COUNT>(digits + (size_t)chunk * rows * COUNT * d.chunk + k % d.chunk, d.chunk, v,
+      write_digits<COUNT>(digits + (size_t)chunk * rows * COUNT * d.chunk + k % d.chunk, d.chunk, v,
                           d.even_odd);
     }
     meta[(2 * g) * rows] = scale;

@@ -203,19 +203,13 @@ class SdpaOp : public CpuPrimitive {
     const int group = a.heads / a.kv_heads, rows = group * a.length;
     a.tile = std::min(rows, 16);
     const int units = a.batch * a.kv_heads * ((rows + a.tile - 1) / a.tile);
-    const int most_chunks = (a.capacity + a.chunk - 1) / a.chunk;
     // Few tiles: share their chunks out as well. The split changes no bit of the result.
-    const bool split = units < 4 * threads() && most_chunks > 1;
+    const bool split = units < 4 * threads();
     const size_t per_row = 16 + (a.head_dim + 15) / 16 * 16;
-    if (split)
-      a.partial = static_cast<float*>(
-          scratch(sizeof(float) * units * most_chunks * a.tile * per_row, stream()));
     const size_t heads = static_cast<size_t>(a.batch) * a.kv_heads;
-    if (units >= 4 * a.batch * a.kv_heads)
-      a.turned = static_cast<float*>(
-          scratch(sizeof(float) * heads * ((a.capacity + 63) / 64 * 64) * a.head_dim, stream()));
+    const bool turn = units >= 4 * a.batch * a.kv_heads;  // a prompt: each key meets many tiles
     // Each run starts from `given`: a recorded task runs again with another offset.
-    enqueue(stream(), [given = a, units, heads,
+    enqueue(stream(), [given = a, units, heads, split, turn, per_row,
                        offset = reinterpret_cast<const int*>(dense(in[3], stream()))] {
       Sdpa a = given;
       a.offset = *offset;
@@ -224,9 +218,14 @@ class SdpaOp : public CpuPrimitive {
         throw std::out_of_range("sdpa: " + std::to_string(keys) + " keys in a cache of " +
                                 std::to_string(a.capacity));
       a.chunks = (keys + a.chunk - 1) / a.chunk;
-      if (a.chunks == 1) a.partial = nullptr;
-      if (a.turned) {
-        a.turned_keys = (keys + 63) / 64 * 64;  // whole blocks
+      a.turned_keys = (keys + 63) / 64 * 64;  // whole blocks
+      const bool parts = split && a.chunks > 1;
+      const size_t partial = parts ? sizeof(float) * units * a.chunks * a.tile * per_row : 0;
+      const size_t turned = turn ? sizeof(float) * heads * a.turned_keys * a.head_dim : 0;
+      char* memory = workspace(partial + turned);
+      if (parts) a.partial = reinterpret_cast<float*>(memory);
+      if (turn) {
+        a.turned = reinterpret_cast<float*>(memory + partial);
         parallel(static_cast<int>(heads) * a.turned_keys / 16, 16,
                  [&](int i0, int i1) { kernels().sdpa_turn(a, i0, i1); });
       }

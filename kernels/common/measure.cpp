@@ -75,19 +75,15 @@ mx::array guarded(const mx::array& a) {
   x.wait();
   require(x.flags().row_contiguous, "guarded: the array must be row contiguous");
   const size_t page = sysconf(_SC_PAGESIZE), bytes = x.nbytes();
-  const size_t body = (bytes + page - 1) / page * page;
-  void* m = mmap(nullptr, body + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (m == MAP_FAILED) throw std::bad_alloc();
-  char* base = static_cast<char*>(m);
+  const size_t body = page + (bytes + page - 1) / page * page;  // one in front for MLX's own word
+  const mx::array whole = mapped(body + page);
+  char* base = static_cast<char*>(whole.buffer().ptr());
   if (mprotect(base + body, page, PROT_NONE) != 0) throw std::bad_alloc();
   char* start = base + body - bytes;
   std::memcpy(start, x.data<char>(), bytes);
-  // An array over the pages, then one that begins inside them: MLX frees by the buffer's own start.
-  mx::array whole(base, {static_cast<int>(body)}, mx::uint8,
-                  [base, body, page](void*) { munmap(base, body + page); });
   mx::array out(x.shape(), x.dtype(), nullptr, {});
   out.copy_shared_buffer(whole, x.strides(), x.flags(), x.size(),
-                         (start - base) / static_cast<int64_t>(x.itemsize()));
+                         (start - whole.data<char>()) / static_cast<int64_t>(x.itemsize()));
   out.set_status(mx::array::Status::available);
   return out;
 }

@@ -3,14 +3,16 @@
 // of the whole time. The layers of a model want the same few sizes over and over.
 #include "memory.h"
 
-#if defined(__linux__)
 #include <sys/mman.h>
+#if defined(__GLIBC__)
+#include <malloc.h>
 #endif
 
-#include <algorithm>
+#include <cstdlib>
+#include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
-#include <vector>
 
 namespace qrun {
 namespace {
@@ -26,13 +28,16 @@ class Waiting {
  public:
   mem::Buffer take(size_t bytes) {
     std::lock_guard lock(mutex_);
-    // The last one freed first: its lines may still be in a cache.
-    const auto at = std::find_if(blocks_.rbegin(), blocks_.rend(), [bytes](const Block& b) {
-      return b.bytes >= bytes && b.bytes <= bytes + bytes / 8;
-    });
-    if (at == blocks_.rend()) return mem::Buffer(nullptr);
+    // The smallest that will do (a prompt's last rows are fewer), of those the last one freed: its
+    // lines may still be in a cache.
+    auto at = blocks_.end();
+    for (auto b = blocks_.begin(); b != blocks_.end(); ++b)
+      if (b->bytes >= bytes && b->bytes <= 2 * bytes &&
+          (at == blocks_.end() || b->bytes <= at->bytes))
+        at = b;
+    if (at == blocks_.end()) return mem::Buffer(nullptr);
     const Block found = *at;
-    blocks_.erase(std::next(at).base());
+    blocks_.erase(at);
     held_ -= found.bytes;
     return found.buffer;
   }
@@ -66,23 +71,33 @@ Waiting& waiting() {
 // Weights pass through once a token, a page after the other: with pages of 4 KB a quarter of the
 // time goes into looking up where they lie (more in a virtual machine). A layer's matrices are
 // smaller than a large page, so they share chunks; a chunk goes when the last of them does.
-constexpr size_t kPage = 2 << 20, kChunk = 32 << 20;
+constexpr size_t kPage = 2 << 20, kChunk = 32 << 20, kWorthPages = 16 << 20;
 
-mx::array large_pages(size_t bytes) {
-  mx::array chunk(mem::malloc(bytes + kPage), {static_cast<int>(1)}, mx::uint8);
+// The first large page of `bytes` + kPage of memory; the whole ones from there on are asked for.
+// What is left of the last one lies in small pages, or all of it would be resident.
+uintptr_t large_pages(const void* memory, size_t bytes) {
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) & ~(kPage - 1);
 #if defined(__linux__)
-  const auto begin = reinterpret_cast<uintptr_t>(chunk.data<char>());
-  const uintptr_t first = (begin + kPage - 1) & ~(kPage - 1),
-                  end = (begin + bytes + kPage) & ~(kPage - 1);
   // Without large pages it is as slow as it would be: nothing to report.
-  if (end > first) (void)madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+  if (bytes >= kPage)
+    (void)madvise(reinterpret_cast<void*>(begin), bytes & ~(kPage - 1), MADV_HUGEPAGE);
 #endif
-  return chunk;
+  return begin;
 }
+
+// A part of `memory`, which begins at `at`, becomes the array's own.
+void place(mx::array& a, const mx::array& memory, uintptr_t at) {
+  const auto data = reinterpret_cast<uintptr_t>(memory.data<char>());
+  a.copy_shared_buffer(memory, a.strides(), a.flags(), a.size(),
+                       static_cast<int64_t>((at - data) / a.itemsize()));
+}
+
+mx::array heap(size_t bytes) { return mx::array(mem::malloc(bytes), {1}, mx::uint8); }
 
 struct Chunk {
   std::mutex mutex;
   std::optional<mx::array> memory;
+  uintptr_t begin = 0;
   size_t used = 0;
 };
 
@@ -94,25 +109,72 @@ Chunk& current() {
 }  // namespace
 
 void settle(mx::array& out) {
-  const auto view = [&out](const mx::array& memory, size_t offset) {
-    out.copy_shared_buffer(memory, out.strides(), out.flags(), out.size(),
-                           static_cast<int64_t>(offset / out.itemsize()));
-  };
   if (out.nbytes() > kChunk / 2) {
-    const mx::array own = large_pages(out.nbytes());
-    return view(own, to_line(own.data<char>()));
+    const mx::array own = heap(out.nbytes() + kPage);
+    return place(out, own, large_pages(own.data<char>(), out.nbytes()));
   }
   Chunk& chunk = current();
   std::lock_guard lock(chunk.mutex);
   if (chunk.memory && chunk.memory->data_shared_ptr().use_count() == 1) chunk.used = 0;
   if (!chunk.memory || chunk.used + out.nbytes() > kChunk) {
-    chunk.memory = large_pages(kChunk);
+    chunk.memory = heap(kChunk + kPage);
+    chunk.begin = large_pages(chunk.memory->data<char>(), kChunk);
     chunk.used = 0;
   }
-  const char* begin = chunk.memory->data<char>();
-  chunk.used += to_line(begin + chunk.used);
-  view(*chunk.memory, chunk.used);
-  chunk.used += out.nbytes();
+  place(out, *chunk.memory, chunk.begin + chunk.used);
+  chunk.used += in_lines(out.nbytes());
+}
+
+mx::array mapped(size_t bytes) {
+  void* m = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (m == MAP_FAILED) throw std::bad_alloc();
+  *static_cast<size_t*>(m) = bytes - sizeof(size_t);
+  return mx::array(mem::Data(mem::Buffer(m), [bytes](mem::Buffer b) { munmap(b.ptr(), bytes); }),
+                   {1}, mx::uint8);
+}
+
+// All layers' caches in one piece: each is smaller than a large page. Small ones do without, so
+// that what a short answer never fills stays out of memory.
+std::vector<mx::array> blank(const std::vector<mx::Shape>& shapes, mx::Dtype dtype) {
+  std::vector<mx::array> out;
+  size_t bytes = 0;
+  for (const mx::Shape& shape : shapes) {
+    out.emplace_back(shape, dtype, nullptr, std::vector<mx::array>{});
+    bytes += in_lines(out.back().nbytes());
+  }
+  const mx::array memory = mapped(bytes + 2 * kPage);
+  const char* data = memory.data<char>();
+  uintptr_t at = large_pages(data, bytes < kWorthPages ? 0 : bytes);
+  for (mx::array& a : out) {
+    place(a, memory, at);
+    a.set_status(mx::array::Status::available);
+    at += in_lines(a.nbytes());
+  }
+  return out;
+}
+
+void trim() {
+#if defined(__GLIBC__)
+  malloc_trim(0);
+#endif
+}
+
+char* workspace(size_t bytes) {
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  static thread_local std::unique_ptr<char, Free> memory;
+  static thread_local size_t held = 0;
+  if (held < bytes) {
+    memory.reset();  // first: the new one may take its place
+    held = in_lines(bytes);
+    memory.reset(static_cast<char*>(std::aligned_alloc(kLine, held)));
+    if (!memory) {
+      held = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return memory.get();
 }
 
 mem::Data block(size_t bytes) {

@@ -1,9 +1,13 @@
 // Threads that stay hot between the ops of a token and sleep between tokens.
 //
 // A job is published by writing its fields and then a new epoch into `state`. A worker enters by
-// counting itself in, takes steps from a shared counter until none is left, and counts itself out.
-// The caller works too, then closes the door and waits only for those inside: a worker that was
-// asleep costs nothing, it finds the door closed.
+// counting itself in, takes steps until none is left, and counts itself out. The caller works too,
+// then closes the door and waits only for those inside: a worker that was asleep costs nothing, it
+// finds the door closed.
+//
+// Each thread has a share of the items, side by side, and takes its steps in order: what a kernel
+// asks memory for ahead of the end of a step is its own next step. Who has done his share takes the
+// back half of what another still has.
 //
 //   state   epoch (high bits) | closed | workers inside (16 bits)
 //
@@ -47,8 +51,8 @@ inline void pause() {
 
 class Pool {
  public:
-  explicit Pool(int workers) {
-    for (int i = 0; i < workers; i++) threads_.emplace_back([this] { work(); });
+  explicit Pool(int workers) : shares_(workers + 1) {
+    for (int i = 1; i <= workers; i++) threads_.emplace_back([this, i] { work(i); });
   }
   ~Pool() {
     stop_.store(true);
@@ -62,22 +66,54 @@ class Pool {
     step_ = step;
     task_ = task;
     context_ = context;
-    next_.store(0, std::memory_order_relaxed);
+    const int64_t steps = (items + step - 1) / step, all = static_cast<int64_t>(shares_.size());
+    for (int64_t i = 0; i < all; i++)
+      shares_[i].left.store(pair(steps * i / all, steps * (i + 1) / all),
+                            std::memory_order_relaxed);
     const uint64_t epoch = (state_.load(std::memory_order_relaxed) & ~(kEpoch - 1)) + kEpoch;
     state_.store(epoch, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) > 0) {
       wake_.fetch_add(1);
       wake_.notify_all();
     }
-    take();
+    take(0);
     state_.fetch_or(kClosed, std::memory_order_acq_rel);
     while (state_.load(std::memory_order_acquire) & kInside) pause();
   }
 
  private:
-  void take() {
-    for (int i; (i = next_.fetch_add(step_, std::memory_order_relaxed)) < items_;)
-      task_(context_, i, std::min(i + step_, items_));
+  // Steps first .. end-1 in one word, so that a step is taken, or half of them, at once.
+  static uint64_t pair(uint64_t first, uint64_t end) { return end << 32 | first; }
+
+  struct alignas(64) Share {
+    std::atomic<uint64_t> left{0};
+  };
+
+  void take(size_t own) {
+    std::atomic<uint64_t>& left = shares_[own].left;
+    do {
+      for (uint64_t now = left.load(std::memory_order_relaxed); (uint32_t)now < now >> 32;)
+        if (left.compare_exchange_weak(now, now + 1, std::memory_order_relaxed)) {
+          const int first = (int)(uint32_t)now * step_;
+          task_(context_, first, std::min(first + step_, items_));
+          now = left.load(std::memory_order_relaxed);
+        }
+    } while (take_over(left, own));
+  }
+
+  // The back half of the steps of the next one who has any becomes `left`.
+  bool take_over(std::atomic<uint64_t>& left, size_t own) {
+    for (size_t i = 1; i < shares_.size(); i++) {
+      std::atomic<uint64_t>& other = shares_[(own + i) % shares_.size()].left;
+      for (uint64_t now = other.load(std::memory_order_relaxed); (uint32_t)now < now >> 32;) {
+        const uint64_t first = (uint32_t)now, end = now >> 32, middle = first + (end - first) / 2;
+        if (!other.compare_exchange_weak(now, pair(first, middle), std::memory_order_relaxed))
+          continue;
+        left.store(pair(middle, end), std::memory_order_relaxed);
+        return true;
+      }
+    }
+    return false;
   }
 
   bool enter(uint64_t seen) {
@@ -85,7 +121,7 @@ class Pool {
            state_.compare_exchange_strong(seen, seen + 1, std::memory_order_acq_rel);
   }
 
-  void work() {
+  void work(size_t own) {
     uint64_t done = 0;  // the last epoch this worker has had its share of
     while (!stop_.load(std::memory_order_relaxed)) {
       const auto since = std::chrono::steady_clock::now();
@@ -94,7 +130,7 @@ class Pool {
         if (seen / kEpoch != done && !(seen & kClosed)) {
           if (!enter(seen)) continue;
           done = seen / kEpoch;
-          take();
+          take(own);
           state_.fetch_sub(1, std::memory_order_acq_rel);
           break;
         }
@@ -122,7 +158,7 @@ class Pool {
   int items_ = 0, step_ = 1;
   Task task_ = nullptr;
   const void* context_ = nullptr;
-  alignas(64) std::atomic<int> next_{0};
+  std::vector<Share> shares_;
   alignas(64) std::atomic<uint64_t> state_{kClosed};
   alignas(64) std::atomic<uint32_t> wake_{0};
   std::atomic<int> sleepers_{0};

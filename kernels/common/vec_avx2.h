@@ -204,5 +204,6 @@ static inline void transpose(f32x16 (&r)[16]) {
 
 // Into L2: a line on its way to L1 would hold one of the few fill buffers until memory answers.
 static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+static inline void prefetch_near(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 }  // namespace qrun::QRUN_NS

@@ -79,6 +79,32 @@ static inline void store_bytes_even_odd(int8_t* p, i32x16 a) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_permutexvar_epi32(order, a.v)));
 }
 
+// Sixteen numbers as `COUNT` signed base-256 digits, the most significant at p, the next at p +
+// chunk. Adding 128 to a byte and taking it away without borrowing turns it into its digit; a
+// shuffle puts bytes of like weight side by side within 128 bits, a permutation those of like
+// digits.
+#define QRUN_STORE_DIGITS
+template <int COUNT>
+static inline void store_digits(int8_t* p, int chunk, i32x16 v, bool even_odd) {
+  static_assert(COUNT == 2 || COUNT == 3);
+  alignas(64) static constexpr uint8_t apart[2][16] = {
+      {2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, 128, 128, 128, 128},
+      {2, 10, 6, 14, 1, 9, 5, 13, 0, 8, 4, 12, 128, 128, 128, 128}};
+  alignas(64) static constexpr uint16_t together[2][32] = {
+      {0, 1, 8,  9,  16, 17, 24, 25, 2, 3, 10, 11, 18, 19, 26, 27,
+       4, 5, 12, 13, 20, 21, 28, 29, 6, 6, 6,  6,  6,  6,  6,  6},
+      {0, 8,  1, 9,  16, 24, 17, 25, 2, 10, 3, 11, 18, 26, 19, 27,
+       4, 12, 5, 13, 20, 28, 21, 29, 6, 6,  6, 6,  6,  6,  6,  6}};
+  const __m512i half = _mm512_set1_epi32(COUNT == 3 ? 0x8080 : 0x80);
+  const __m512i bytes = _mm512_xor_si512(_mm512_add_epi32(v.v, half), half);
+  const __m512i shuffle = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)apart[even_odd]));
+  const __m512i digits = _mm512_permutexvar_epi16(_mm512_load_si512(together[even_odd]),
+                                                  _mm512_shuffle_epi8(bytes, shuffle));
+  if (COUNT == 3) _mm_storeu_si128((__m128i*)p, _mm512_castsi512_si128(digits));
+  _mm_storeu_si128((__m128i*)(p + (COUNT - 2) * chunk), _mm512_extracti32x4_epi32(digits, 1));
+  _mm_storeu_si128((__m128i*)(p + (COUNT - 1) * chunk), _mm512_extracti32x4_epi32(digits, 2));
+}
+
 // A 16-entry byte table, one copy per 128-bit lane; every index byte is below 16.
 static inline i32x16 lookup(const uint8_t* table, i32x16 index) {
   __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
@@ -151,5 +177,6 @@ static inline void transpose(f32x16 (&r)[16]) {
 
 // Into L2: a line on its way to L1 would hold one of the few fill buffers until memory answers.
 static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+static inline void prefetch_near(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 }  // namespace qrun::QRUN_NS

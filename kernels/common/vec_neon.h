@@ -187,6 +187,7 @@ static inline void transpose(f32x16 (&r)[16]) {
 }
 
 static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+static inline void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 #undef QRUN_EACH
 #undef QRUN_F

@@ -212,5 +212,6 @@ static inline void transpose(f32x16 (&r)[16]) {
     }
 }
 static inline void prefetch(const void*) {}
+static inline void prefetch_near(const void*) {}
 
 }  // namespace qrun::QRUN_NS

@@ -47,12 +47,7 @@ class GatherQmm : public CpuPrimitive {
     t.expert = reinterpret_cast<const int*>(dense(in[2], stream()));
     t.row = in.size() > 3 ? reinterpret_cast<const int*>(dense(in[3], stream())) : nullptr;
     t.count = w_.fp8 ? kFloats : digits_;
-    // The rows that fill up tiles are at most as many as there are (9 of 16).
-    const size_t most = 2 * static_cast<size_t>(t.rows);
-    // On a matrix unit a digit is a bfloat16.
-    t.digits = static_cast<int8_t*>(scratch(2 * most * t.count * w_.k, stream()));
-    t.meta = static_cast<float*>(scratch(most * 2 * (w_.k / w_.group) * sizeof(float), stream()));
-    if (t.rows) enqueue(stream(), [t] { t.compute(); });
+    if (t.rows) enqueue(stream(), [t]() mutable { t.run(); });
   }
 
  private:
@@ -99,8 +94,19 @@ class GatherQmm : public CpuPrimitive {
                        run.x, tile0, tile1);
     }
 
-    void compute() const {
+    void run() {
+      // The rows that fill up tiles are at most as many as there are (9 of 16). On a matrix unit a
+      // digit is a bfloat16.
+      const size_t most = 2 * static_cast<size_t>(rows);
+      const size_t digits_bytes = in_lines(2 * most * count * w.k);
+      const size_t meta_bytes = most * 2 * (w.k / w.group) * sizeof(float);
+      digits = reinterpret_cast<int8_t*>(workspace(digits_bytes + meta_bytes));
+      meta = reinterpret_cast<float*>(digits + digits_bytes);
       check();
+      compute();
+    }
+
+    void compute() const {
       const std::vector<Run> all = runs();
       std::vector<Piece> tiles, panels;
       const int blocks = w.blocks(), groups = threads();

@@ -103,32 +103,34 @@ class Product : public CpuPrimitive {
     e.y = allocate<char>(out[0]);
 
     const Kernels* run = &kernels();
-    Digits d = digits_of(*run, w, static_cast<int>(in[0].size() / w.k), digits_);
-    d.digits = static_cast<int8_t*>(scratch(d.digits_bytes(), stream()));
-    d.meta = static_cast<float*>(scratch(d.meta_floats() * sizeof(float), stream()));
+    const Digits d = digits_of(*run, w, static_cast<int>(in[0].size() / w.k), digits_);
     if (d.m == 0) return;
     enqueue(stream(), [run, w, p, d, e] { compute(*run, w, p, d, e); });
   }
 
  private:
-  static void compute(const Kernels& run, const Matrix& w, const Prologue& p, const Digits& d,
+  static void compute(const Kernels& run, const Matrix& w, const Prologue& p, const Digits& shape,
                       const Epilogue& e) {
+    Digits d = shape;
+    const size_t digits_bytes = in_lines(d.digits_bytes());
+    d.digits = reinterpret_cast<int8_t*>(workspace(digits_bytes + d.meta_floats() * sizeof(float)));
+    d.meta = reinterpret_cast<float*>(d.digits + digits_bytes);
     const int tiles = d.tiles(), blocks = w.blocks();
     const size_t elements = static_cast<size_t>(d.m) * d.k;
     parallel(tiles, elements < 32768 ? tiles : std::max(1, tiles / (8 * threads())),
              [&](int t0, int t1) { run.prepare(p, d, t0, t1); });
 
     if (d.tile == kUnitRows) return unit(run, w, d, e);
-    // A panel of x: as many tiles as stay in a core's L2. Items are (panel, run of blocks), enough
-    // of them for the threads to end together.
+    // A panel of x: as many tiles as stay in a core's L2. Items are (panel, run of blocks); a
+    // thread's own follow each other in memory, so that runs may be short and threads end together.
     const size_t tile_bytes = static_cast<size_t>(d.tile) * d.count * d.k;
     const int panel = std::max(1, std::min(tiles, static_cast<int>(kPanelBytes / tile_bytes)));
     const int panels = (tiles + panel - 1) / panel;
     const size_t work = w.block_bytes() * std::min(panel, 4);
-    const int least = std::max<int>(1, kShareBytes / 2 / work);
-    const int length = std::max(least, blocks / (4 * threads()));
-    const int runs = (blocks + length - 1) / length;
-    parallel(panels * runs, 1, [&](int i0, int i1) {
+    const int length = std::max<int>(1, kStepBytes / work), runs = (blocks + length - 1) / length;
+    const int items = panels * runs;
+    const bool small = work * blocks < kShareBytes;
+    parallel(items, small ? items : 1, [&](int i0, int i1) {
       for (int i = i0; i < i1; i++) {
         const int t0 = i / runs * panel, b0 = i % runs * length;
         run.product(w, d, e, b0, std::min(blocks, b0 + length), t0, std::min(tiles, t0 + panel));

@@ -18,7 +18,8 @@
 
 namespace qrun::QRUN_NS {
 
-constexpr int kAhead = 8192;  // bytes; 1 KB ahead is worse than none
+// Bytes: from memory into L2, and on into L1. 1 KB ahead from memory is worse than none.
+constexpr int kAhead = 8192, kNear = 4096;
 
 template <int BITS, bool FP4, int CHUNK, int D, int MT>
 static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int block, int t) {
@@ -53,6 +54,7 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
       QRUN_UNROLL
       for (int i = 0; i < LINES; i++) {
         prefetch(p + i * 64 + kAhead);
+        prefetch_near(p + i * 64 + kNear);
         i32x16 codes = load_i(p + i * 64);
         if constexpr (BITS == 8) {
           QRUN_UNROLL
@@ -80,6 +82,7 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
       x += MT * D * CHUNK;
     }
     prefetch(p + kAhead);
+    prefetch_near(p + kNear);
     f32x16 scale = load(p, w.scales), bias = load(p + scales_bytes, w.scales);
     p += 2 * scales_bytes;
     QRUN_UNROLL

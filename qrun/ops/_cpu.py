@@ -18,9 +18,8 @@ from qrun.ops.sample import on_host
 
 NAME = "cpu"
 QMV_ROWS = 8
-PREFILL_ROWS = 512
+PREFILL_ROWS = 128
 GATHERS = True
-AHEAD = 96 << 10  # bytes a token that MLX may allocate ahead of the ops that write them
 
 rms_norm = _ext.rms_norm
 rms_norm_parts = _ext.rms_norm_parts
@@ -30,6 +29,7 @@ argmax = _ext.argmax
 route = _ext.route
 combine = _ext.combine
 sample = on_host
+blank = _ext.blank
 attend = None
 
 
@@ -65,20 +65,20 @@ def traced(step: Step) -> Step:
 
 
 def once(step: Step) -> Step:
-    """The step, with all that it returns under way; a long prompt takes memory for a few ops only.
+    """The step, with all that it returns under way; a long prompt takes memory for one layer only.
 
-    MLX allocates up to 50 ops ahead, 170 MB for 512 tokens of a small model, unless it meets its
-    limit. With half of AHEAD the threads wait for each other.
+    MLX allocates what an op returns when it puts the op on the stream: the whole graph at once, if
+    asked for the end of it. So it is asked for the state in order, a layer at a time. Of few tokens
+    several layers at a time, and not waiting for the last: no gap between them.
     """
 
     def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
         outputs, after = step(inputs, state)
-        mx.eval(state)  # what the step before still holds is not counted
-        limit = mx.set_memory_limit(mx.get_active_memory() + AHEAD * inputs[0].size)
-        try:
-            mx.async_eval(outputs, after)
-        finally:
-            mx.set_memory_limit(limit)
+        layers = max(1, PREFILL_ROWS // (2 * inputs[0].size))
+        for i in range(0, len(after), layers):
+            mx.async_eval(after[i : i + layers])
+            mx.eval(after[i])
+        mx.async_eval(outputs)
         return outputs, after
 
     return run

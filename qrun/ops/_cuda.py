@@ -19,6 +19,7 @@ from qrun.ops._cuda_rows import (
     softcap,
     swiglu,
 )
+from qrun.ops._launch import zeros
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
 
@@ -29,6 +30,7 @@ __all__ = [
     "QMV_ROWS",
     "argmax",
     "attend",
+    "blank",
     "combine",
     "embedding",
     "gather_qmm",
@@ -54,6 +56,7 @@ PREFILL_ROWS = 2048
 GATHERS = True
 
 sample = on_device
+blank = zeros
 
 
 def pack(m: QuantizedMatrix, count: int) -> mx.array | None:

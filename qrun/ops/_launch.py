@@ -44,6 +44,8 @@ class Backend(Protocol):
     traced: Callable[[Step], Step]
     # The same for a step that runs a single time.
     once: Callable[[Step], Step]
+    # Zeros of these shapes for ops to write in place: a cache.
+    blank: Callable[[Sequence[tuple[int, ...]], mx.Dtype], Arrays]
     # In the kernels' own layout, as so many matrices below each other; None if there is none.
     pack: Callable[[QuantizedMatrix, int], mx.array | None]
     qmv: Callable[..., mx.array]
@@ -91,6 +93,11 @@ def enqueued(step: Step) -> Step:
         return outputs, state
 
     return run
+
+
+def zeros(shapes: Sequence[tuple[int, ...]], dtype: mx.Dtype) -> Arrays:
+    """`blank` where memory is memory."""
+    return [mx.zeros(shape, dtype) for shape in shapes]
 
 
 def backend() -> Backend:

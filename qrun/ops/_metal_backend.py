@@ -14,7 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from qrun.ops import _metal, _metal_geometry, _metal_tune, _mlx
-from qrun.ops._launch import Norm, Step, enqueued
+from qrun.ops._launch import Norm, Step, enqueued, zeros
 from qrun.ops._metal_candidates import Shape
 from qrun.ops._metal_ladder import ladder
 from qrun.ops._metal_timings import Timings
@@ -33,6 +33,7 @@ rms_norm_parts = _mlx.rms_norm_parts
 softcap = _mlx.softcap
 gemm = _metal.gemm
 once = enqueued
+blank = zeros
 attend = None
 gather_qmm = _mlx.gather_qmm
 route = _mlx.route

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun.ops._launch import Norm, Step, enqueued
+from qrun.ops._launch import Norm, Step, enqueued, zeros
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
 
@@ -22,6 +22,7 @@ GATHERS = False
 
 sample = on_device
 once = enqueued
+blank = zeros
 attend = None
 
 

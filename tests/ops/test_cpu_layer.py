@@ -259,3 +259,14 @@ import os; os._exit(0)  # MLX 0.32.4 alone aborts now and then when such streams
     )
     run = python(code, QRUN_NUM_THREADS="4")
     assert (run.returncode, run.stdout.strip()) == (0, "end"), run.stderr
+
+
+def test_blank_arrays_are_zeros_apart_from_each_other() -> None:
+    shapes = [(1, 3, 256, 64)] * 60 + [(2, 5, 7)]  # 12 MB; 4 times as much has large pages
+    for arrays in (ext.blank(shapes, mx.float32), ext.blank(shapes * 4, mx.float32)):
+        places = [np.array(a, copy=False).__array_interface__["data"][0] for a in arrays]
+        assert all(place % 64 == 0 for place in places)
+        ends = [place + a.nbytes for place, a in zip(places, arrays, strict=True)]
+        assert all(end <= place for end, place in zip(ends, places[1:], strict=False))
+        assert arrays[-1].shape == (2, 5, 7)
+        assert all(mx.all(a == 0).item() for a in arrays[-2:])

@@ -174,6 +174,21 @@ def test_a_row_has_the_same_bits_in_any_company(isa: str) -> None:
         ext.set_threads(before)
 
 
+def test_behind_a_guarded_array_nothing_can_be_read() -> None:
+    code = (
+        "import ctypes, mlx.core as mx, numpy as np\n"
+        "from qrun import _ext\n"
+        "a = np.array(_ext.guarded(mx.ones((3, 7))), copy=False)\n"
+        "start = a.__array_interface__['data'][0]\n"
+        "assert len(ctypes.string_at(start, a.nbytes)) == 84\n"
+        "print('inside', flush=True)\n"
+        "ctypes.string_at(start, a.nbytes + 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "inside\n", done.stderr
+    assert done.returncode < 0
+
+
 @pytest.mark.parametrize("case", [(1, 3, 32, 4, 32), (3, 7, 96, 8, 32), (17, 33, 128, 4, 128)])
 def test_nothing_is_read_behind_the_arrays(isa: str, case: tuple) -> None:
     m, n, k, bits, group = case
