@@ -164,8 +164,8 @@ def set_threads(n: int) -> None:
 def read_bandwidth(bytes: int, threads: int = 0) -> float:
     """GB/s of one pass of a loop that only reads; threads 1, or 0 for the whole pool."""
 
-def peak_flops(kind: Literal["f32", "int8"]) -> float:
-    """GOP/s of one thread's multiply-adds, counted as two."""
+def peak_flops(kind: Literal["f32", "int8", "unit"]) -> float:
+    """GOP/s of one thread's multiply-adds, counted as two; "unit": the matrix unit's, 0 without."""
 
 def trim() -> None:
     """Give the pages of freed memory back to the system, where malloc keeps them."""

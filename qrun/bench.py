@@ -193,13 +193,17 @@ def read_rate(size: int = 256 << 20) -> float:
     return read_bandwidth()
 
 
-def peak_rate() -> float | None:
-    """GFLOP/s of float32 multiply-adds that all threads reach right now; None on a GPU."""
+def peak_rate(dtype: mx.Dtype = mx.float32) -> float | None:
+    """GFLOP/s that the instructions of qmm reach right now on all threads; None on a GPU.
+
+    dtype: of x, which is taken apart into three numbers of 8 bits, or two (kernels/qmm/README.md).
+    """
     if mx.default_device().type != mx.cpu:
         return None
     from qrun import _ext
 
-    return _ext.peak_flops("f32") * _ext.threads()
+    parts = 3 if dtype == mx.float32 else 2
+    return (_ext.peak_flops("unit") or _ext.peak_flops("int8")) / parts * _ext.threads()
 
 
 def bench_kernels(
@@ -241,7 +245,7 @@ def bench_kernels(
             if m <= 16:
                 rate, unit, wall = moved / middle / 1e9, "GB/s", statistics.median(walls) / 1e9
             else:
-                rate, unit, wall = flops / middle / 1e9, "GFLOP/s", peak_rate()
+                rate, unit, wall = flops / middle / 1e9, "GFLOP/s", peak_rate(dtype)
             out.append(Row(name, rate, unit, wall, seconds=seconds, flops=flops, bytes=moved))
     return out
 

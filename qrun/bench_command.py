@@ -69,9 +69,9 @@ def bench(
 ) -> None:
     """Measure the kernels, and MODEL if given, against the machine's ceilings and peers.
 
-    The ceilings are measured in the same run: a loop that reads memory, and float32 multiply-adds
-    (products that use wider instructions may pass it). On an Apple GPU also every kernel there is
-    to choose from, against MLX's own.
+    The ceilings are measured in the same run: a loop that reads memory, and on a CPU the
+    instruction that products of many rows are made of. On an Apple GPU also every kernel there is to
+    choose from, against MLX's own.
     """
     import qrun
     from qrun.hardware import require_mlx

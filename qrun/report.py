@@ -77,7 +77,7 @@ def plot(measured: dict[str, Any], path: Path) -> None:
     roof = [min(wall * x, peak) if peak else wall * x for x in intensity]
     axes.plot(intensity, roof, color="black", label=f"read {wall:.0f} GB/s")
     if peak:
-        axes.plot([], [], " ", label=f"float32 {peak:.0f} GFLOP/s")
+        axes.plot([], [], " ", label=f"float32 x {peak:.0f} GFLOP/s")
     # One mark a shape, one color a number of rows: "qmv NxK g64 M=1".
     points = [(r, *r["what"].split(" M=")) for r in measured["rows"] if r["what"][:3] in _PRODUCTS]
     shapes = list(dict.fromkeys(shape.split()[1] for _, shape, _ in points))

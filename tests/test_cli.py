@@ -289,7 +289,7 @@ def test_a_template_without_an_end_is_a_bad_checkpoint(cli: Run, tmp_path: Path)
         (("generate",), 2, "MODEL"),
         (("generate", "{model}", "--bogus"), 2, "--bogus"),
         (("generate", "{model}", "-p", "x", "-n", "many"), 2, "many"),
-        (("generate", "{model}", "-p", "x", "-n", "-1"), 2, "must be 0 or more, but is -1"),
+        (("generate", "{model}", "-p", "x", "-n", "-1"), 2, "0 or more, but is -1"),
         (("generate", "{model}", "-p", "x", "-t", "-1"), 2, "temperature must be 0, or lie in"),
         (("generate", "{model}", "-p", "x", "--top-p", "2"), 2, "top_p must lie in"),
         (("generate", "{model}", "-p", "x", "--logit-bias", "a"), 2, "ID=BIAS, not 'a'"),

@@ -56,13 +56,16 @@ double read_bandwidth(size_t bytes, int use) {
   return steps * step / (seconds() - start) / 1e9;
 }
 
-// GOP/s of one thread, multiply and add counted as two. kind: "f32" or "int8".
+// GOP/s of one thread, multiply and add counted as two. kind: "f32", "int8", or "unit" for the
+// matrix unit, 0 where there is none.
 double peak_flops(const std::string& kind) {
-  require(kind == "f32" || kind == "int8", "peak_flops: kind must be f32 or int8");
+  require(kind == "f32" || kind == "int8" || kind == "unit",
+          "peak_flops: kind must be f32, int8 or unit");
+  const int number = kind == "f32" ? 0 : kind == "int8" ? 1 : 2;
   double best = 0;
   for (int i = 0; i < 5; i++) {
     const double start = seconds();
-    const double operations = kernels().peak(kind == "int8", 200000);
+    const double operations = kernels().peak(number, 200000);
     best = std::max(best, operations / (seconds() - start) / 1e9);
   }
   return best;

@@ -1,4 +1,5 @@
 // The two walls, measured: a loop that only reads, and the arithmetic each kernel is made of.
+#include "amx.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -17,9 +18,38 @@ void read(const void* p, size_t bytes) {
   (void)sink;
 }
 
-// kind 0: float multiply-add; 1: byte dot product. Twelve independent chains hide the latency,
-// if all loops are unrolled: one that is not keeps them in memory.
+// Dots of the matrix unit, six independent ones in turn; 0 where there is no unit.
+static double peak_of_unit(long rounds) {
+#ifdef __AMX_BF16__
+  configure_tiles();
+  QRUN_TILE_ZERO(0);
+  QRUN_TILE_ZERO(1);
+  QRUN_TILE_ZERO(2);
+  QRUN_TILE_ZERO(3);
+  QRUN_TILE_ZERO(4);
+  QRUN_TILE_ZERO(5);
+  QRUN_TILE_ZERO(6);
+  QRUN_TILE_ZERO(7);
+  for (long r = 0; r < rounds; r++) {
+    QRUN_TILE_DOT(0, 6, 7);
+    QRUN_TILE_DOT(1, 6, 7);
+    QRUN_TILE_DOT(2, 6, 7);
+    QRUN_TILE_DOT(3, 6, 7);
+    QRUN_TILE_DOT(4, 6, 7);
+    QRUN_TILE_DOT(5, 6, 7);
+  }
+  QRUN_TILES_DONE();
+  return 2.0 * kSums * kUnitDepth * 6 * rounds;
+#else
+  (void)rounds;
+  return 0;
+#endif
+}
+
+// kind 0: float multiply-add; 1: byte dot product; 2: dot of the matrix unit. Twelve independent
+// chains hide the latency, if all loops are unrolled: one that is not keeps them in memory.
 double peak(int kind, long rounds) {
+  if (kind == 2) return peak_of_unit(rounds / 16);
   constexpr int chains = 12;
   static volatile int zero = 0;
   if (kind == 0) {
