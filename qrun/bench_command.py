@@ -70,8 +70,8 @@ def bench(
     """Measure the kernels, and MODEL if given, against the machine's ceilings and peers.
 
     The ceilings are measured in the same run: a loop that reads memory, and on a CPU the
-    instruction that products of many rows are made of. On an Apple GPU also every kernel there is to
-    choose from, against MLX's own.
+    instruction that products of many rows are made of. On an Apple GPU also every kernel there
+    is to choose from, against MLX's own.
     """
     import qrun
     from qrun.hardware import require_mlx
