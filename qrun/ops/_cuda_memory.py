@@ -12,12 +12,14 @@ ENDLESS = 1 << 62
 class Room:
     """Free ranges. Whoever gives one back knows that the next to take it writes later.
 
-    grow(size) finds a new range of at least that size -> (start, size).
+    grow(size) finds a new range of at least that size -> (start, size). What is taken lies within
+    one of them, even if two lie side by side.
     """
 
     def __init__(self, grow: Callable[[int], tuple[int, int]]) -> None:
         self._grow = grow
-        self._free: list[tuple[int, int]] = []  # start, size; by start, none touches the next
+        self._free: list[tuple[int, int]] = []  # start, size; by start
+        self._starts: set[int] = set()  # of what grow found
 
     def take(self, size: int) -> int:
         """The start of `size` bytes, a multiple of ALIGNMENT: from the smallest that holds them."""
@@ -27,6 +29,7 @@ class Room:
             self._free.remove((start, length))
         else:
             start, length = self._grow(size)
+            self._starts.add(start)
         if length > size:
             self.give(start + size, length - size)
         return start
@@ -34,9 +37,10 @@ class Room:
     def give(self, start: int, size: int) -> None:
         """Back it goes, one with its free neighbours."""
         at = bisect_left(self._free, (start, 0))
-        if at < len(self._free) and self._free[at][0] == start + size:
+        end = start + size
+        if at < len(self._free) and self._free[at][0] == end and end not in self._starts:
             size += self._free.pop(at)[1]
-        if at and sum(self._free[at - 1]) == start:
+        if at and sum(self._free[at - 1]) == start and start not in self._starts:
             at -= 1
             start, before = self._free.pop(at)
             size += before

@@ -134,3 +134,13 @@ def test_room_gives_ranges_that_do_not_overlap_and_joins_what_comes_back() -> No
     assert room.take(64 * ALIGNMENT) == 10_000 * ALIGNMENT  # whole again
     assert len(asked) == 1
     assert room.take(ALIGNMENT) >= 20_000 * ALIGNMENT
+
+
+def test_what_is_taken_lies_in_one_range() -> None:
+    starts = iter((0, 4 * ALIGNMENT))  # side by side
+    room = Room(lambda size: (next(starts), 4 * ALIGNMENT))
+    taken = [room.take(4 * ALIGNMENT) for _ in range(2)]
+    for at in taken:
+        room.give(at, 4 * ALIGNMENT)
+    with pytest.raises(StopIteration):
+        room.take(5 * ALIGNMENT)
