@@ -54,7 +54,7 @@ def test_the_whole_command(
     monkeypatch.setattr(_metal_backend, "ladder", clocked)
     for module in (bench, report):
         monkeypatch.setattr(module, "read_rate", lambda *_: 1e11)
-        monkeypatch.setattr(module, "peak_rate", lambda: None)
+        monkeypatch.setattr(module, "peak_rate", lambda dtype=None: None)
     monkeypatch.setattr(bench, "COLD_BYTES", 1 << 14)
     small = {"shapes": ((64, 128),)}
     kernels, model = bench.bench_kernels, bench.bench_model
