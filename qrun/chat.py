@@ -63,8 +63,21 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
     def now(form: str) -> str:
         return datetime.now().strftime(form)
 
-    def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """As templates know it from transformers, which escapes nothing for HTML."""
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     _check(messages)
     sandbox = Sandbox(template, sum(STEP + len(str(m.get("content", ""))) for m in messages))

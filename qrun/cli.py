@@ -103,7 +103,9 @@ def cli(debug: bool) -> None:
     help="Type of activations and cache. Default: float32 on a CPU, the model's own on a GPU.",
 )
 @activations_option
-@click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: all it may use.")
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), help="CPU threads. Default: all it may use."
+)
 @click.option(
     "--no-tune", is_flag=True, help="Apple GPU: kernels by a table, not timed on the first load."
 )

@@ -129,6 +129,8 @@ def load(
     ignored = [key for key in config.unread() if key not in HARMLESS]
     if ignored:
         notes.append(f"config.json: not used: {', '.join(ignored)}")
+    if tokenizer.template is None:
+        notes.append("no chat template: a prompt is given to the model as it is")
     if tune is not False:
         step = partial(untried_step, built, weights.dtype, context)
         notes += _launch.tune(step, again=tune is True, show=show)

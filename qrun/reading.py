@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
-from qrun.errors import UsageError
+from qrun.errors import PromptTooLongError, UsageError
+
+LONGEST = 1 << 26  # bytes of a prompt; no context holds a tenth of it
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -13,7 +16,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise UsageError("--prompt and --prompt-file exclude each other")
     if file is not None:
         try:
-            return file.read_text(encoding="utf-8")
+            with file.open("rb") as opened:
+                return _text(opened)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{file} cannot be read as UTF-8 text: {error}") from None
     if prompt is None and (sys.stdin is None or sys.stdin.isatty()):  # pyright: ignore
@@ -22,10 +26,18 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         )
     if prompt is None or prompt == "-":
         try:
-            return sys.stdin.buffer.read().decode("utf-8")
+            return _text(sys.stdin.buffer)
         except UnicodeDecodeError as error:
             raise UsageError(f"standard input is not UTF-8 text: {error}") from None
     return prompt
+
+
+def _text(source: BinaryIO) -> str:
+    """All of it, if it has an end."""
+    data = source.read(LONGEST + 1)
+    if len(data) > LONGEST:
+        raise PromptTooLongError(f"the prompt has more than {LONGEST >> 20} MB")
+    return data.decode("utf-8")
 
 
 def check_writable(path: Path) -> None:

@@ -2,7 +2,9 @@
 
 Jinja's sandbox keeps a template from the machine; this one also keeps it from running on. A render
 has a budget in characters, paid by every turn of a loop, every call, filter, product and text that
-is put together, and a time. Lists that hold each other over and over can still grow large texts.
+is put together, and a time. That ends loops, recursion and texts that double. It is no wall against
+a template that is made to harm: one call into Python's own code (a comparison of lists that hold
+each other over and over, a format string of many wide numbers) can still take all time or memory.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import TemplateRuntimeError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -28,7 +31,7 @@ WIDEST = 1 << 20  # of a text padded to a width
 LONGEST_NUMBER = 4096  # bits
 # Filters and methods of texts whose numbers are widths, lengths or powers of ten.
 _PADDING = (
-    "batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice",
+    "batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "tojson",
     "wordwrap", "zfill",
 )  # fmt: skip
 # In a format string: %*d, {:{}} and numbers of seven digits.
@@ -38,6 +41,16 @@ _SIZED = (str, list, tuple, dict, range)
 
 class TooMuchWork(TemplateRuntimeError):
     """A template that goes on and on."""
+
+
+class _Generation(Extension):
+    """{% generation %} to {% endgeneration %}, what a model was trained on: text like any other."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Compiler(CodeGenerator):
@@ -67,7 +80,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[loopcontrols],
+            extensions=[loopcontrols, _Generation],
             finalize=self.paid,
             optimized=False,  # else products of constants are computed before anything is counted
         )
@@ -80,7 +93,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def add(self, filters: Mapping[str, Any], functions: Mapping[str, Any]) -> None:
         """More that the template may use."""
-        self.filters |= filters
+        self.filters |= {name: self._limited(name, f) for name, f in filters.items()}
         self.globals |= functions
 
     def text(self, **values: Any) -> str:
@@ -161,7 +174,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise TooMuchWork("it formats with a computed or a huge width")
         elif name == "join":  # a list's filter, or the method of what comes between
             parts = rest[0] if isinstance(value, str) and rest else value
-            self.spend(sum(_size(p) for p in parts) if isinstance(parts, (list, tuple)) else 0)
+            between = value if isinstance(value, str) and rest else rest[0] if rest else ""
+            if isinstance(parts, (list, tuple, range)):
+                self.spend(sum(_size(p) + _size(between) for p in parts))
         elif (
             name == "replace"
             and isinstance(value, str)

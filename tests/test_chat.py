@@ -161,6 +161,14 @@ def test_a_long_conversation_that_is_counted_at_every_turn_is_no_work() -> None:
         ("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "1"),
         ("{{ {'ö': '<'} | tojson }}", '{"ö": "<"}'),
         ("{{ {'a': 1} | tojson(indent=1) }}", '{\n "a": 1\n}'),
+        (
+            "{{ {'b': 1, 'a': 'ö'} | tojson(true, none, (',', ':'), true) }}",
+            '{"a":"\\u00f6","b":1}',
+        ),
+        (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+            HELLO[0]["content"],
+        ),
         ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),  # trim_blocks and lstrip_blocks
         ("{{ messages | length }}{{ add_generation_prompt }}", "1True"),
         ("{{ strftime_now('%Y')[:1] }}", "2"),

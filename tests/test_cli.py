@@ -297,6 +297,11 @@ def test_a_template_without_an_end_is_a_bad_checkpoint(cli: Run, tmp_path: Path)
         (("generate", "{model}", "-p", "x", "--prompt-file", "{file}"), 2, "exclude each other"),
         (("generate", "{model}", "-p", "x", "--json", "--stream-json"), 2, "exclude each other"),
         (("generate", "{model}", "--prompt-file", "{binary}"), 2, "cannot be read as UTF-8"),
+        (
+            ("generate", "{model}", "--prompt-file", "/dev/zero"),
+            5,
+            "the prompt has more than 64 MB",
+        ),
         (("generate", "{model}", "-p", "x", "--raw", "--system", "y"), 2, "no system message"),
         (("generate", "{model}", "-p", "x", "--stop", ""), 2, "must not be empty"),
         (("generate", "{model}", "-p", "", "--raw"), 2, "the prompt is empty"),
