@@ -71,7 +71,7 @@ def new_folder(src: Path, dst: Path, force: bool) -> Generator[Path]:
         ) from None
     finally:
         if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
+            _clear(work, dst)
         if lock is not None:
             os.close(lock)
 
@@ -86,12 +86,19 @@ def clear_leftovers(dst: Path) -> None:
         try:
             if not _try_lock(lock):
                 continue  # somebody is at work
-            if (work / "old").exists() and not os.path.lexists(dst):
-                os.rename(work / "old", dst)
+            if _clear(work, dst):
                 warnings.warn(f"{dst} is back: it was set aside when qrun was killed", stacklevel=3)
-            shutil.rmtree(work, ignore_errors=True)
         finally:
             os.close(lock)
+
+
+def _clear(work: Path, dst: Path) -> bool:
+    """Remove the work folder -> whether what it had set aside went back to an empty place."""
+    back = (work / "old").exists() and not os.path.lexists(dst)
+    if back:
+        os.rename(work / "old", dst)
+    shutil.rmtree(work, ignore_errors=True)
+    return back
 
 
 def _try_lock(handle: int) -> bool:
@@ -104,16 +111,10 @@ def _try_lock(handle: int) -> bool:
 
 
 def _put_in_place(folder: Path, old: Path, dst: Path) -> None:
-    """Rename the complete folder to `dst`; what was there waits as `old`."""
-    replaces = os.path.lexists(dst)
-    if replaces:
+    """Rename the complete folder to `dst`; what was there waits as `old`, for `_clear`."""
+    if os.path.lexists(dst):
         os.rename(dst, old)
-    try:
-        os.rename(folder, dst)
-    except BaseException:
-        if replaces:
-            os.rename(old, dst)
-        raise
+    os.rename(folder, dst)
     _sync_folder(dst.parent)
 
 

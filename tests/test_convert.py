@@ -916,6 +916,26 @@ def test_interruption_leaves_nothing(
     assert sorted(os.listdir(tmp_path)) == (["in", "out"] if existing else ["in"])
 
 
+def test_an_interruption_between_the_renames_puts_the_old_model_back(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    convert(folder, out)
+    before = {p: p.read_bytes() for p in out.glob("*")}
+    rename = os.rename
+
+    def once(a: Path, b: Path) -> None:
+        rename(a, b)
+        monkeypatch.setattr(os, "rename", rename)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", once)
+    with pytest.raises(KeyboardInterrupt):
+        convert(folder, out, bits=8, force=True)
+    assert {p: p.read_bytes() for p in out.glob("*")} == before
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
 KILLED = """
     import os, signal, sys
     import qrun.placing
