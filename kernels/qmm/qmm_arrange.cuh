@@ -17,8 +17,9 @@
 
 namespace qrun {
 
-// x (M, K), weight (K,) or null -> out. source (M,) or null: row m comes from row source[m] of x. done (tiles,) becomes zeros, for qmm_wgmma to count with. K is a
-// multiple of 32; zeros behind it. Rows behind M stay as they are. Grid: M blocks; whole warps.
+// x (M, K), weight (K,) or null -> out. source (M,) or null: row m comes from row source[m] of x. done
+// (tiles,) becomes zeros, for qmm_wgmma to count with. K is a multiple of 32; zeros behind it. Rows behind
+// M stay as they are. Grid: M blocks; whole warps.
 template <typename T, typename G>
 __device__ __forceinline__ void qmm_arrange(const T* x, const int* source, const G* weight, float eps,
                                             T* out, int* done, int tiles, int k, int pm) {

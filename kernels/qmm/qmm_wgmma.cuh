@@ -178,35 +178,36 @@ struct QmmWgmma {
     __syncthreads();
     float acc[BM / 8][4];
 #pragma unroll 1
-    for (int round = 0; round < all; round += AHEAD)
+    for (int round = 0; round < all; round += AHEAD) {
 #pragma unroll
-    for (int a = 0; a < AHEAD; a++) {
-      const int r = round + a;
-      if (r >= all) break;
-      const Piece now = held[a];
-      if (r + AHEAD < all) held[a] = load_piece(r + AHEAD);
-      Decode<T> row[2];
-      row[0].set(now.scale[0], now.bias[0]);
-      row[1].set(now.scale[1], now.bias[1]);
-      const char* stage = ring + r % STAGES * STAGE;
-      barrier_wait(full + r % STAGES, r / STAGES % 2);
+      for (int a = 0; a < AHEAD; a++) {
+        const int r = round + a;
+        if (r >= all) break;
+        const Piece now = held[a];
+        if (r + AHEAD < all) held[a] = load_piece(r + AHEAD);
+        Decode<T> row[2];
+        row[0].set(now.scale[0], now.bias[0]);
+        row[1].set(now.scale[1], now.bias[1]);
+        const char* stage = ring + r % STAGES * STAGE;
+        barrier_wait(full + r % STAGES, r / STAGES % 2);
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const unsigned lo = now.w[0][j], hi = now.w[1][j];
-        const unsigned even[4] = {row[0].low(lo), row[1].low(hi), row[0].low(lo >> 8), row[1].low(hi >> 8)};
-        const unsigned odd[4] = {row[0].high(lo), row[1].high(hi), row[0].high(lo >> 8), row[1].high(hi >> 8)};
-        wgmma_fence();
-        wgmma(acc, even, wgmma_rows(stage + j / 2 * HALF, j % 2 * 2), r + j > 0, T());
-        wgmma(acc, odd, wgmma_rows(stage + j / 2 * HALF, j % 2 * 2 + 1), 1, T());
-        wgmma_commit();
-        wgmma_wait_but<1>();  // the operands before these may be overwritten
-        if (j == 0 && r > 0 && threadIdx.x % 32 == 0) barrier_arrive(empty + (r - 1) % STAGES);
-        // The stage before goes to a run to come, by a thread of each warpgroup in turn.
-        if (j == 2 && r > 0 && r - 1 + STAGES < all && threadIdx.x == r % WN * 128) {
-          barrier_wait(empty + (r - 1) % STAGES, (r - 1) / STAGES % 2);
-          fetch(r - 1 + STAGES);
+        for (int j = 0; j < 4; j++) {
+          const unsigned lo = now.w[0][j], hi = now.w[1][j];
+          const unsigned even[4] = {row[0].low(lo), row[1].low(hi), row[0].low(lo >> 8), row[1].low(hi >> 8)};
+          const unsigned odd[4] = {row[0].high(lo), row[1].high(hi), row[0].high(lo >> 8), row[1].high(hi >> 8)};
+          wgmma_fence();
+          wgmma(acc, even, wgmma_rows(stage + j / 2 * HALF, j % 2 * 2), r + j > 0, T());
+          wgmma(acc, odd, wgmma_rows(stage + j / 2 * HALF, j % 2 * 2 + 1), 1, T());
+          wgmma_commit();
+          wgmma_wait_but<1>();  // the operands before these may be overwritten
+          if (j == 0 && r > 0 && threadIdx.x % 32 == 0) barrier_arrive(empty + (r - 1) % STAGES);
+          // The stage before goes to a run to come, by a thread of each warpgroup in turn.
+          if (j == 2 && r > 0 && r - 1 + STAGES < all && threadIdx.x == r % WN * 128) {
+            barrier_wait(empty + (r - 1) % STAGES, (r - 1) / STAGES % 2);
+            fetch(r - 1 + STAGES);
+          }
+          __syncwarp();  // wgmma wants all lanes at once
         }
-        __syncwarp();  // wgmma wants all lanes at once
       }
     }
     wgmma_wait(acc);

@@ -150,8 +150,7 @@ struct Qmv {
   }
 
   // The warp's part of x, once it is there, into shared memory: normed, rounded to T, permuted; and the sums
-  // of its groups.
-  // A unit is 8 elements: the k of one word of w. weight: of the norm, (K,), or null.
+  // of its groups. A unit is 8 elements: the k of one word of w. weight: of the norm, (K,), or null.
   template <typename G>
   __device__ __forceinline__ void prepare_x(const G* weight, float eps) const {
     constexpr int EACH = 4 * WORDS * TAKE, UNITS = (EACH * M + 31) / 32;  // of a take and row; a lane's

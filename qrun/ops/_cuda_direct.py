@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from functools import cache
-from math import prod
 from typing import Any, cast
 
 import mlx.core as mx
@@ -18,8 +17,8 @@ from qrun.ops import _cuda_driver as driver
 from qrun.ops import _cuda_program as program
 from qrun.ops._cuda_addresses import address_of, addresses
 from qrun.ops._cuda_launch import Kernel, Output, run_by
-from qrun.ops._cuda_memory import Room, aligned
-from qrun.ops._cuda_program import SMALL, Block, Mail, Pending, Slot, bytes_of, record
+from qrun.ops._cuda_memory import Room
+from qrun.ops._cuda_program import SMALL, Block, Mail, Pending, Slot, bytes_of, new_slot, record
 from qrun.ops._launch import Arrays, Step, enqueued
 
 LEAST = 1 << 25  # bytes that memory grows by
@@ -77,10 +76,6 @@ class _Direct:
     def __init__(self) -> None:
         self.held: dict[int, mx.array] = {}  # what the launches read and write, by id
 
-    def slot(self, shape: tuple[int, ...], dtype: mx.Dtype) -> Slot:
-        """A new place."""
-        return Slot(tuple(shape), dtype, _Lent(aligned(prod(shape) * dtype.size)))
-
     def address(self, array: mx.array | Slot) -> int:
         """Where it lies on the device."""
         if isinstance(array, Slot):
@@ -98,7 +93,7 @@ class _Direct:
     ) -> list[mx.array]:
         if not driver.loaded(kernel):
             raise _NewKernelError(kernel.label)
-        made = [self.slot(shape, dtype) for shape, dtype in outputs]
+        made = [new_slot(shape, dtype, _Lent) for shape, dtype in outputs]
         pointers = [self.address(a) for a in (*inputs, *made)]
         driver.stream().launch(kernel, grid, pointers, numbers, early=program.EARLY)
         return cast(Arrays, made)
@@ -138,7 +133,7 @@ def _launched(step: Step, inputs: Arrays, state: Arrays) -> Arrays | None:
     mx.eval(state)
     addresses(state)
     mx.synchronize()
-    slots = [direct.slot(a.shape, a.dtype) for a in inputs]
+    slots = [new_slot(a.shape, a.dtype, _Lent) for a in inputs]
     for slot, value in zip(slots, inputs, strict=True):
         if isinstance(value, Pending):
             driver.on_device(stream, direct.address(slot), value.address, value.nbytes)

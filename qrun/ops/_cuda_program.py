@@ -77,6 +77,13 @@ class Slot:
         raise NotRecordableError(name)
 
 
+def new_slot(
+    shape: tuple[int, ...], dtype: mx.Dtype, block: Callable[[int], Block] = Block
+) -> Slot:
+    """A place of that shape at the start of a block of its own."""
+    return Slot(tuple(shape), dtype, block(aligned(prod(shape) * dtype.size)))
+
+
 NOT_RECORDABLE = (NotRecordableError, TypeError, ValueError)  # the latter: how MLX refuses a Slot
 
 
@@ -96,10 +103,6 @@ class Tape:
         self.outputs: list[Slot] = []
         self.launches: list[_Launch] = []
 
-    def slot(self, shape: tuple[int, ...], dtype: mx.Dtype) -> Slot:
-        """A new place."""
-        return Slot(tuple(shape), dtype, Block(aligned(prod(shape) * dtype.size)))
-
     def run(
         self,
         kernel: Kernel,
@@ -109,7 +112,7 @@ class Tape:
         grid: tuple[int, int, int],
     ) -> list[mx.array]:
         """A runner of _cuda_launch.py that only takes notes."""
-        made = [self.slot(shape, dtype) for shape, dtype in outputs]
+        made = [new_slot(shape, dtype) for shape, dtype in outputs]
         self.launches.append(_Launch(kernel, [*inputs, *made], numbers, grid))
         return cast(Arrays, made)
 
@@ -170,7 +173,7 @@ def traced(step: Step) -> Step:
 def record(step: Step, inputs: Arrays, state: Arrays) -> Tape | None:
     """What the step launches; None if it does something else with its arrays."""
     tape = Tape()
-    tape.inputs = [tape.slot(a.shape, a.dtype) for a in inputs]
+    tape.inputs = [new_slot(a.shape, a.dtype) for a in inputs]
     try:
         with run_by(tape.run):
             outputs, _ = step(cast(Arrays, tape.inputs), state)
