@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from qrun.blocks import SLIDING, Attention, GatedMLP, Sizes, layer_types, output_head
 from qrun.cache import Cache, CacheSpec
-from qrun.config import Config
+from qrun.config import TINY, Config
 from qrun.positions import no_rope, rope_from
 from qrun.weights import Weights
 
@@ -20,7 +20,7 @@ class Layer:
         self, config: Config, weights: Weights, sizes: Sizes, index: int, window: int
     ) -> None:
         bias = config.bool("attention_bias", False)
-        eps = config.float("layer_norm_eps", 1e-5)
+        eps = config.float("layer_norm_eps", 1e-5, least=0)
         self.input_layernorm = weights.layer_norm("input_layernorm", sizes.k, eps)
         self.self_attn = Attention(
             weights.at("self_attn"),
@@ -44,7 +44,7 @@ class Model:
         config.require("use_qk_norm", False)
         config.require("layer_norm_bias", False)
         sizes = Sizes.of(config)
-        self.logit_scale = config.float("logit_scale", 0.0625)
+        self.logit_scale = config.float("logit_scale", 0.0625, least=TINY)
         model = weights.at("model")
         self.embed_tokens = model.embedding("embed_tokens", sizes.vocab, sizes.k)
         pattern = config.int("sliding_window_pattern", 4)
@@ -54,7 +54,7 @@ class Model:
             Layer(config, model.at(f"layers.{i}"), sizes, i, window if kind == SLIDING else 0)
             for i, kind in enumerate(kinds)
         ]
-        self.norm = model.layer_norm("norm", sizes.k, config.float("layer_norm_eps", 1e-5))
+        self.norm = model.layer_norm("norm", sizes.k, config.float("layer_norm_eps", 1e-5, least=0))
         self.lm_head = output_head(config, weights, self.embed_tokens, sizes, tied=True)
         rope, none = rope_from(config, sizes.head_dim), no_rope(sizes.head_dim)
         self.cache_specs = [

@@ -31,7 +31,7 @@ class Layer:
             qkv_bias=bias,
             o_bias=bias,
             window=window,
-            softcap=config.float("attn_logit_softcapping", 0.0),
+            softcap=config.float("attn_logit_softcapping", 0.0, least=0),
             scale=config.int("query_pre_attn_scalar", 256) ** -0.5,
         )
         self.post_attention_layernorm = weights.norm(
@@ -70,7 +70,7 @@ class Model:
         ]
         self.norm = model.norm("norm", sizes.k, sizes.eps, plus_one=True)
         self.lm_head = output_head(config, weights, self.embed_tokens, sizes, tied=True)
-        self.softcap = config.float("final_logit_softcapping", 0.0)
+        self.softcap = config.float("final_logit_softcapping", 0.0, least=0)
         rope = rope_from(config, sizes.head_dim)
         self.cache_specs = [CacheSpec(sizes.kv_heads, sizes.head_dim, rope)] * sizes.layers
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from qrun.blocks import FULL, SLIDING, Attention, GatedMLP, Sizes, layer_types, output_head
 from qrun.cache import Cache, CacheSpec
-from qrun.config import Config
+from qrun.config import TINY, Config
 from qrun.layers import round_to_bfloat16, softcap
 from qrun.positions import Rope, rope_from
 from qrun.weights import Weights
@@ -43,7 +43,7 @@ class Layer:
             qk_norm="head",
             plus_one=True,
             window=window,
-            softcap=config.float("attn_logit_softcapping", 0.0),
+            softcap=config.float("attn_logit_softcapping", 0.0, least=0),
             scale=config.int("query_pre_attn_scalar", 256) ** -0.5,
         )
         self.post_attention_layernorm = weights.norm(
@@ -89,7 +89,7 @@ class Model:
         ]
         self.norm = model.norm("norm", sizes.k, sizes.eps, plus_one=True)
         self.lm_head = output_head(config, weights, self.embed_tokens, sizes, tied=True)
-        self.softcap = config.float("final_logit_softcapping", 0.0)
+        self.softcap = config.float("final_logit_softcapping", 0.0, least=0)
         ropes = {kind: rope_of(config, sizes.head_dim, kind) for kind in (FULL, SLIDING)}
         self.cache_specs = [
             CacheSpec(sizes.kv_heads, sizes.head_dim, ropes[kind]) for kind in kinds
@@ -114,5 +114,5 @@ def rope_of(config: Config, head_dim: int, kind: str) -> Rope:
         return rope_from(config, head_dim, layer_type=kind, theta=theta)
     if kind == FULL:
         return rope_from(config, head_dim, theta=1e6)
-    local = {"rope_theta": config.float("rope_local_base_freq", 10000.0)}
+    local = {"rope_theta": config.float("rope_local_base_freq", 10000.0, least=TINY)}
     return rope_from(Config(local, config.where), head_dim)

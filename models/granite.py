@@ -9,21 +9,20 @@ import mlx.core as mx
 
 from qrun.blocks import Attention, GatedMLP, Sizes, output_head
 from qrun.cache import Cache, CacheSpec
-from qrun.config import Config
-from qrun.errors import CheckpointError
+from qrun.config import TINY, Config
 from qrun.positions import rope_from
 from qrun.weights import Weights
 
 
 class Layer:
     def __init__(self, config: Config, weights: Weights, sizes: Sizes, index: int) -> None:
-        self.residual_multiplier = config.float("residual_multiplier", 1.0)
+        self.residual_multiplier = config.float("residual_multiplier", 1.0, least=TINY)
         self.input_layernorm = weights.norm("input_layernorm", sizes.k, sizes.eps)
         self.self_attn = Attention(
             weights.at("self_attn"),
             sizes,
             index,
-            scale=config.float("attention_multiplier", 1.0),
+            scale=config.float("attention_multiplier", 1.0, least=TINY),
         )
         self.post_attention_layernorm = weights.norm("post_attention_layernorm", sizes.k, sizes.eps)
         self.mlp = GatedMLP(weights.at("mlp"), sizes.k, config.int("intermediate_size"))
@@ -40,10 +39,8 @@ class Model:
         # With biases the multiplier would have to reach them, too; no published granite has any.
         config.require("attention_bias", False)
         config.require("mlp_bias", False)
-        self.embedding_multiplier = config.float("embedding_multiplier", 1.0)
-        self.logits_scaling = config.float("logits_scaling", 1.0)
-        if not self.logits_scaling:
-            raise CheckpointError(f"{config.where}: logits_scaling must not be 0")
+        self.embedding_multiplier = config.float("embedding_multiplier", 1.0, least=TINY)
+        self.logits_scaling = config.float("logits_scaling", 1.0, least=TINY)
         sizes = Sizes.of(config)
         model = weights.at("model")
         self.embed_tokens = model.embedding("embed_tokens", sizes.vocab, sizes.k)

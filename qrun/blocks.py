@@ -68,7 +68,7 @@ class Sizes:
             heads,
             kv_heads,
             head_dim,
-            config.float("rms_norm_eps", 1e-6),
+            config.float("rms_norm_eps", 1e-6, least=0),
         )
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
-from qrun.config import AGAIN, refuse_devices, refuse_impostors
+from qrun.config import AGAIN, refuse_impostors, refuse_non_files
 from qrun.errors import CheckpointError, UsageError
 from qrun.lazy import bare
 
@@ -20,7 +20,7 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | No
     """chat_template.jinja, else chat_template in tokenizer_config.json (a string or a list)."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        refuse_devices(file)
+        refuse_non_files(file)
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from qrun.config import AGAIN, read_json, refuse_devices, refuse_impostors
+from qrun.config import AGAIN, read_json, refuse_impostors, refuse_non_files
 from qrun.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -197,7 +197,7 @@ def _index_map(index: Path) -> dict[str, str]:
 
 def read_header(path: Path) -> dict[str, Tensor]:
     """The tensors of one file, every number checked against the file's size."""
-    refuse_devices(path)
+    refuse_non_files(path)
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:

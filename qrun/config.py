@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, cast
 from qrun.errors import CheckpointError
 
 AGAIN = "download the file again"
+TINY = 1e-30  # the least number that counts as positive
 UPDATE = "update qrun, or take a model without it"
 
 
@@ -26,9 +28,10 @@ def refuse_impostors(path: Path, first: bytes) -> None:
         raise CheckpointError(f"{path} is a web page, not the file", hint=AGAIN)
 
 
-def refuse_devices(path: Path) -> None:
-    """Raise for a pipe, a socket or a device under a file's name: reading it might never end."""
+def refuse_non_files(path: Path) -> None:
+    """Raise for a folder, pipe, socket or device under a file's name: reading some never ends."""
     kinds = {
+        stat.S_IFDIR: "a folder",
         stat.S_IFIFO: "a pipe",
         stat.S_IFSOCK: "a socket",
         stat.S_IFCHR: "a device",
@@ -44,7 +47,7 @@ def refuse_devices(path: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError naming the file and the fault."""
-    refuse_devices(path)
+    refuse_non_files(path)
     try:
         text = path.read_text(encoding="utf-8-sig")  # Windows editors put a mark in front
     except FileNotFoundError:
@@ -110,12 +113,13 @@ class Config:
         limit = f"{least} or more" if small else f"{least} to {most}"
         return self._typed(key, f"a whole number, {limit}", ok, default)
 
-    def float(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+    def float(self, key: str, default: float | None = None, *, least: float = -math.inf) -> float:
+        """A finite number from `least` on."""
         value = self.raw(key)
         ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-        ok = ok and abs(value) < 1e30
-        return float(self._typed(key, "a finite number", ok, default))
+        ok = ok and abs(value) < 1 / TINY and value >= least
+        limit = f", {least:g} or more" if least > -math.inf else ""
+        return float(self._typed(key, f"a finite number{limit}", ok, default))
 
     def bool(self, key: str, default: bool) -> bool:
         """true or false."""

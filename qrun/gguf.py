@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qrun.config import refuse_devices
+from qrun.config import refuse_non_files
 from qrun.errors import CheckpointError
 
 Bytes = npt.NDArray[np.uint8]
@@ -94,9 +94,9 @@ class GGUF:
 
 def is_gguf(path: Path) -> bool:
     """Whether the file is meant to be a GGUF: by its name or its first bytes."""
-    refuse_devices(path)
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         return False
+    refuse_non_files(path)
     with path.open("rb") as file:
         return path.suffix == ".gguf" or file.read(4) == b"GGUF"
 

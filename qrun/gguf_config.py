@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 class Numbers:
-    """The numbers under one architecture's prefix: finite, one for all layers, or refused."""
+    """The numbers under one architecture's prefix: 0 or more, one for all layers, or refused."""
 
     def __init__(self, gguf: GGUF, prefix: str) -> None:
         self.gguf, self.path, self.prefix = gguf, gguf.path, prefix
@@ -27,7 +27,7 @@ class Numbers:
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self._raw(key, default)
-        if value < 0 or value != int(value):
+        if value != int(value):
             raise CheckpointError(f"{self.path}: metadata {self.prefix}.{key} is {value}")
         return int(value)
 
@@ -41,7 +41,7 @@ class Numbers:
             raise CheckpointError(
                 f"{self.path}: metadata {self.prefix}.{key} is not one number for all layers"
             )
-        if not math.isfinite(value):
+        if not 0 <= value < math.inf:
             raise CheckpointError(f"{self.path}: metadata {self.prefix}.{key} is {value}")
         return value
 

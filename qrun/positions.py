@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-from qrun.config import UPDATE, Config
+from qrun.config import TINY, UPDATE, Config
 from qrun.errors import CheckpointError
 
 Frequencies: TypeAlias = Sequence[float]
@@ -71,13 +71,13 @@ def rope_from(
     """
     for key in ("rope_interleaved", "rope_traditional"):  # other pairs of dims, by config.json
         config.require(key, False)
-    theta = config.float("rope_theta", theta)
+    theta = config.float("rope_theta", theta, least=TINY)
     share = config.float("partial_rotary_factor", 1.0)
     parameters = config.level("rope_parameters")
     scaling = config.level("rope_scaling") if parameters is None else _own(parameters, layer_type)
     if scaling is None:
         scaling = Config({}, config.where)
-    theta = scaling.float("rope_theta", theta)
+    theta = scaling.float("rope_theta", theta, least=TINY)
     share = scaling.float("partial_rotary_factor", share)
     kind = scaling.str("rope_type", scaling.str("type", "default"))
     if kind not in _RULES:
@@ -94,8 +94,6 @@ def rope_from(
         )
     longest = config.int("max_position_embeddings", 2048)
     try:
-        if theta <= 0:
-            raise ValueError
         rope = _RULES[kind](scaling, config, theta, dim)
         tried = [f for length in (1, longest, 2 * longest) for f in rope.inv_freq(length)]
         if not all(map(math.isfinite, [*tried, rope.factor])):
@@ -197,7 +195,7 @@ def _yarn(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
 
     above, below = scaling.float("mscale", 0.0), scaling.float("mscale_all_dim", 0.0)
     both = magnitude(above) / magnitude(below) if above and below else magnitude(1.0)
-    return _fixed(inv_freq, scaling.float("attention_factor", both))
+    return _fixed(inv_freq, scaling.float("attention_factor", both, least=TINY))
 
 
 def _longrope(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
@@ -210,7 +208,7 @@ def _longrope(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
     )
     stretch = scaling.float("factor", longest / original)
     factor = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-    factor = scaling.float("attention_factor", factor)
+    factor = scaling.float("attention_factor", factor, least=TINY)
     return Rope(lambda length: short if length <= original else long, factor)
 
 
@@ -219,10 +217,7 @@ def _clip(x: float) -> float:
 
 
 def _factor(scaling: Config, default: float | None = None) -> float:
-    factor = scaling.float("factor", default)
-    if factor <= 0:
-        raise CheckpointError(f"{scaling.where}: factor must be positive, but is {factor}")
-    return factor
+    return scaling.float("factor", default, least=TINY)
 
 
 def _original(scaling: Config, config: Config) -> int:

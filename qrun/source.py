@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qrun.checkpoint import Checkpoint, Tensor
-from qrun.config import read_json, refuse_devices
+from qrun.config import read_json, refuse_non_files
 from qrun.errors import CheckpointError
 
 Bytes = npt.NDArray[np.uint8]
@@ -119,7 +119,7 @@ def read_folder(path: Path) -> Source:
     ]
     tensors = stack_experts(path, tensors)
     for name in SMALL_FILES:
-        refuse_devices(path / name)
+        refuse_non_files(path / name)
     declared = config.get("torch_dtype", config.get("dtype"))
     notes: list[str] = []
     if not (path / "tokenizer.json").is_file():

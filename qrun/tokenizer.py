@@ -12,7 +12,7 @@ from typing import Any, cast
 import tokenizers
 
 from qrun.chat import Message, find_template, render
-from qrun.config import AGAIN, read_json, refuse_devices, refuse_impostors
+from qrun.config import AGAIN, read_json, refuse_impostors, refuse_non_files
 from qrun.errors import CheckpointError, PromptTooLongError, UsageError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -34,7 +34,7 @@ class Tokenizer:
                 if other
                 else "download tokenizer.json and tokenizer_config.json too",
             )
-        refuse_devices(path)
+        refuse_non_files(path)
         try:
             self.inner: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception

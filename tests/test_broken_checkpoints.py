@@ -28,6 +28,8 @@ HTML = b"<!DOCTYPE html>\n<html>"
 NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj"
 FIRST, SECOND = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
 
+NAN = float("nan")  # json writes it as NaN, and reads it
+
 Break = Callable[[Path], object]
 
 
@@ -74,7 +76,7 @@ def template(value: Any) -> Break:
 
 def as_folder(name: str) -> Break:
     def change(folder: Path) -> None:
-        (folder / name).unlink()
+        (folder / name).unlink(missing_ok=True)
         (folder / name).mkdir()
 
     return change
@@ -127,6 +129,8 @@ SHARDED: dict[str, tuple[Break, str, str]] = {
     "shard lfs": (content(SECOND, LFS), f"{SECOND} is a git-lfs pointer", "git lfs pull"),
     "shard html": (content(SECOND, HTML), f"{SECOND} is a web page", AGAIN),
     "index missing": (gone(INDEX), f"but no {INDEX}", f"download {INDEX} again"),
+    "index a folder": (as_folder(INDEX), f"{INDEX} is a folder, not a file", AGAIN),
+    "shard a folder": (as_folder(SECOND), f"{SECOND} is a folder, not a file", AGAIN),
     "index a pipe": (pipe(INDEX), f"{INDEX} is a pipe, not a file", AGAIN),
     "shard a pipe": (pipe(SECOND), f"{SECOND} is a pipe, not a file", AGAIN),
     "index lfs": (content(INDEX, LFS), f"{INDEX} is a git-lfs pointer", "git lfs pull"),
@@ -167,7 +171,7 @@ WHOLE: dict[str, tuple[Break, str, str]] = {
         "its header would take 1099511627776 bytes",
         AGAIN,
     ),
-    "weights a folder": (as_folder(SINGLE), f"{SINGLE} cannot be read: Is a directory", AGAIN),
+    "weights a folder": (as_folder(SINGLE), f"{SINGLE} is a folder, not a file", AGAIN),
     "weights a pipe": (pipe(SINGLE), f"{SINGLE} is a pipe, not a file", AGAIN),
     "weights a device": (device(SINGLE), f"{SINGLE} is a device, not a file", AGAIN),
     "config a pipe": (pipe("config.json"), "config.json is a pipe", AGAIN),
@@ -187,7 +191,14 @@ WHOLE: dict[str, tuple[Break, str, str]] = {
     "config broken": (content("config.json", b"{,"), "config.json is not valid JSON", AGAIN),
     "config a list": (content("config.json", b"[]"), "must hold a JSON object", AGAIN),
     "config not UTF-8": (content("config.json", b"\xff{}"), "config.json cannot be read", AGAIN),
-    "config a folder": (as_folder("config.json"), "cannot be read: Is a directory", AGAIN),
+    "config a folder": (as_folder("config.json"), "config.json is a folder, not a", AGAIN),
+    "tokenizer a folder": (as_folder("tokenizer.json"), "tokenizer.json is a folder", AGAIN),
+    "template a folder": (as_folder("chat_template.jinja"), "template.jinja is a folder", AGAIN),
+    "tokenizer config a folder": (
+        as_folder("tokenizer_config.json"),
+        "tokenizer_config.json is a folder",
+        AGAIN,
+    ),
     "no model_type": (config(model_type=None), "model_type is missing", AGAIN),
     "architecture": (config(model_type="t5"), "architecture 't5' is not supported", UPDATE),
     "rope type": (config(rope_scaling={"type": "su2"}), "rope type 'su2' is not", UPDATE),
@@ -214,6 +225,17 @@ WHOLE: dict[str, tuple[Break, str, str]] = {
         "config.json",
     ),
     "context": (config(max_position_embeddings=0), "max_position_embeddings must be", AGAIN),
+    "no such epsilon": (
+        config(rms_norm_eps=-1),
+        "rms_norm_eps must be a finite number, 0 or more, but is -1",
+        AGAIN,
+    ),
+    "epsilon no number": (config(rms_norm_eps=NAN), "0 or more, but is nan", AGAIN),
+    "theta": (config(rope_theta=0), "rope_theta must be a finite number, 1e-30 or", AGAIN),
+    "theta no number": (config(rope_theta=NAN), "rope_theta must be a finite number", AGAIN),
+    "no dims": (config(head_dim=0), "head_dim must be a whole number, 1 to 65536", AGAIN),
+    "no vocabulary": (config(vocab_size=0), "vocab_size must be a whole number, 1", AGAIN),
+    "window": (config(sliding_window=-1), "sliding_window must be a whole number, 0", AGAIN),
     "bits": (
         config(quantization={"bits": 8, "group_size": 32}),
         "is affine 4-bit, group 32 by its shape, but config.json says affine 8-bit, group 32",
@@ -342,6 +364,7 @@ def test_what_is_no_folder(name: str, said: str, remedy: str, tmp_path: Path, co
         (template("{{ raise_exception('pairs') }}"), "refuses: pairs (for a single message)"),
         (content("generation_config.json", b"{"), "ignored: "),
         (pipe("generation_config.json"), "generation_config.json is a pipe"),
+        (as_folder("generation_config.json"), "generation_config.json is a folder"),
         (copied(SINGLE, "consolidated.safetensors"), ""),
         (
             lambda f: content("config.json", b"\xef\xbb\xbf" + (f / "config.json").read_bytes())(f),

@@ -235,6 +235,8 @@ def test_yarn_settings(tmp_path: Path) -> None:
             "not Llama 3's scaling",
         ),
         ("llama", {"attention.layer_norm_rms_epsilon": float("inf")}, {}, "epsilon is inf"),
+        ("llama", {"attention.layer_norm_rms_epsilon": -1.0}, {}, "epsilon is -1"),
+        ("llama", {"rope.freq_base": -1e4}, {}, "rope.freq_base is -10000"),
         ("llama", {}, {"output_norm.weight": ("Q8_0", (64,), bytes(68))}, "stored in blocks"),
         ("llama", {}, {"blk.0.attn_q.bias": f32(*[0.0] * 64)}, "attn_k.bias"),
     ],

@@ -27,6 +27,7 @@ from tests import reference, zoo
 FIXTURES = Path(__file__).resolve().parent / "fixtures" / "mlx_lm"
 # Of the largest logit. float32 sums of a few hundred terms through a few layers: a hundredth of it.
 TOLERANCE = 1e-4
+NAN = float("nan")
 
 
 def run(
@@ -199,7 +200,22 @@ def test_gemma3_may_leave_out_what_it_always_has(tmp_path: Path) -> None:
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
         ("granite", {"mlp_bias": True}, "mlp_bias is True"),
-        ("granite", {"logits_scaling": 0}, "logits_scaling must not be 0"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be a finite number, 1e-30 or more"),
+        ("granite", {"residual_multiplier": -1}, "residual_multiplier must be a finite number, 1e"),
+        ("granite", {"attention_multiplier": 0}, "attention_multiplier must be a finite number, 1"),
+        ("granite", {"embedding_multiplier": NAN}, "embedding_multiplier must be a finite number"),
+        ("cohere2", {"logit_scale": 0}, "logit_scale must be a finite number, 1e-30 or more"),
+        ("cohere2", {"layer_norm_eps": -1e-5}, "layer_norm_eps must be a finite number, 0 or more"),
+        ("gemma2", {"final_logit_softcapping": -1}, "final_logit_softcapping must be a finite num"),
+        ("gemma2", {"attn_logit_softcapping": NAN}, "attn_logit_softcapping must be a finite numb"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a whole number, 1"),
+        ("gemma2", {"sliding_window": 0}, "sliding_window must be a whole number, 1 or more"),
+        (
+            "gemma3_text",
+            {"rope_local_base_freq": 0},
+            "rope_local_base_freq must be a finite number",
+        ),
+        ("llama_window", {"sliding_window": -1}, "sliding_window must be a whole number, 0 or mo"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries for 4 layers"),
         ("llama_window", {"layer_types": ["full_attention"]}, "layer_types must be 3 times"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from qrun.config import refuse_devices
+from qrun.config import refuse_non_files
 from qrun.errors import UsageError
 
 # name -> (module to import, what to install)
@@ -75,7 +75,7 @@ def asked(options: Sequence[str], ggufs: Sequence[Path]) -> list[tuple[str, str]
     if bool(ggufs) != any(name == "llama.cpp" for name, _ in wanted):
         raise UsageError("--peer llama.cpp and --gguf FILE, which it runs, go together")
     for path in ggufs:
-        refuse_devices(path)
+        refuse_non_files(path)
     return wanted
 
 
