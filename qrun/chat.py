@@ -79,7 +79,7 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
             sort_keys=sort_keys,
         )
 
-    _check(messages)
+    check_messages(messages)
     sandbox = Sandbox(template, sum(STEP + len(str(m.get("content", ""))) for m in messages))
     sandbox.add({"tojson": tojson}, {"raise_exception": refuse, "strftime_now": now})
     try:
@@ -103,9 +103,9 @@ class _RefusedError(Exception):
     """What a template says of messages that it does not take."""
 
 
-def _check(messages: Sequence[Message]) -> None:
+def check_messages(messages: Sequence[Message]) -> None:
     """Raise UsageError for what no template could read."""
-    for message in cast("Sequence[Any]", messages):
+    for i, message in enumerate(cast("Sequence[Any]", messages)):
         ok = isinstance(message, Mapping)
         if ok:
             role, content = (cast("Message", message).get(key) for key in ("role", "content"))
@@ -113,6 +113,22 @@ def _check(messages: Sequence[Message]) -> None:
             ok = ok and (content is not None or len(cast("Message", message)) > 1)
         if not ok:
             raise UsageError(f"a message is a mapping with role and content, not {message!r:.80}")
+        for key in ("role", "content"):
+            check_text(message.get(key), f"message {i}: its {key}")
+
+
+def check_text(text: Any, what: str) -> None:
+    """Raise UsageError for half of a surrogate pair, which no tokenizer takes.
+
+    Python makes them of a command line's bytes that are not UTF-8, and of a JSON text's escapes.
+    """
+    try:
+        if isinstance(text, str):
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{what} is not UTF-8 text: character {error.start} is {text[error.start]!r}"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:

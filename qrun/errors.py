@@ -22,7 +22,7 @@ def one_line(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
-class UsageError(QrunError):
+class UsageError(QrunError, ValueError):
     """An argument is out of its range, or arguments contradict each other."""
 
     exit_code = 2

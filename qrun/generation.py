@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import mlx.core as mx
 
 from qrun.cache import Cache
-from qrun.chat import Message
+from qrun.chat import Message, check_text
 from qrun.errors import CheckpointError, NonFiniteError, PromptTooLongError, UsageError
 from qrun.loader import LoadedModel
 from qrun.ops import _launch
@@ -142,8 +142,7 @@ def encode_prompt(
     """Token ids of any form of prompt."""
     vocab = model.vocab
     for name, text in (("prompt", prompt), ("system message", system)):
-        if isinstance(text, str) and not _is_text(text):
-            raise UsageError(f"the {name} is not UTF-8 text")
+        check_text(text, f"the {name}")
     if isinstance(prompt, str):
         if not prompt.strip():
             raise UsageError("the prompt is empty")
@@ -158,12 +157,16 @@ def encode_prompt(
     elif isinstance(prompt, bytes) or not isinstance(prompt, Sequence):  # pyright: ignore
         raise UsageError("a prompt is a text, a list of messages, or a list of token ids")
     elif all(isinstance(item, int) for item in prompt):
-        ids = [item for item in prompt if isinstance(item, int)]
+        if system is not None:
+            raise UsageError("token ids take no system message")
+        ids = cast("list[int]", list(prompt))
         for token in ids:
             if not 0 <= token < vocab:
                 raise UsageError(f"prompt: token {token} is not in 0 .. {vocab - 1}")
+    elif raw:
+        raise UsageError("a raw prompt is a text or a list of token ids, not messages")
     else:
-        messages = [item for item in prompt if not isinstance(item, int)]
+        messages = cast("list[Message]", list(prompt))
         ids = model.tokenizer.encode_chat(_messages(system, messages))
     if not ids:
         raise UsageError("the prompt is empty")
@@ -173,15 +176,6 @@ def encode_prompt(
             hint="tokenizer and weights may be of two models",
         )
     return ids
-
-
-def _is_text(text: str) -> bool:
-    """False for what Python makes of a command line's bytes that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _messages(system: str | None, rest: list[Message]) -> list[Message]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import tokenizers
 
-from qrun.chat import Message, find_template, render
+from qrun.chat import Message, check_messages, check_text, find_template, render
 from qrun.config import AGAIN, read_json, refuse_impostors, refuse_non_files
 from qrun.errors import CheckpointError, PromptTooLongError, UsageError
 
@@ -75,11 +75,20 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation through the chat template, which writes every special token itself.
 
-        Without a template: the contents of the messages, as a plain prompt.
+        Without a template: the content of a single message, as a plain prompt.
         """
         if self.template is None:
-            return self.encode("\n\n".join(str(m["content"]) for m in messages))
+            check_messages(messages)
+            content = messages[0]["content"] if len(messages) == 1 else None
+            if not isinstance(content, str):
+                raise UsageError(
+                    "the model has no chat template: it takes one text, no system message and no "
+                    "conversation",
+                    hint="put everything into the prompt",
+                )
+            return self.encode(content)
         text = render(self.template, messages, self.special)
+        check_text(text, "what the chat template made")
         self._refuse_endless(text)
         return self.inner.encode(text, add_special_tokens=False).ids
 
@@ -199,5 +208,6 @@ class StopFinder:
 def _content(value: Any) -> str:
     """A special token's text: written plainly, or as an added-token object."""
     if isinstance(value, dict):
-        return str(cast("dict[str, Any]", value).get("content", ""))
-    return str(value)
+        value = cast("dict[str, Any]", value).get("content", "")
+    # Half a surrogate pair, which no tokenizer takes, becomes its escape, which is no token's text.
+    return str(value).encode(errors="backslashreplace").decode()

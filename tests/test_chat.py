@@ -38,6 +38,30 @@ def test_case_11_no_template_gives_the_raw_prompt(tmp_path: Path) -> None:
     assert text_of(tiny(tmp_path, template=None), HELLO) == "hello"
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": "short"}, *HELLO],
+        HELLO * 3,
+        [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    ],
+)
+def test_case_11_no_template_takes_no_conversation(messages: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no chat template: it takes one text, no system message"):
+        text_of(tiny(tmp_path, template=None), messages)
+
+
+def test_half_a_character_out_of_a_template(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="what the chat template made is not UTF-8 text"):
+        text_of(tiny(tmp_path, template="{{ '\\ud800' }}"), HELLO)
+
+
+def test_half_a_character_for_a_special_token(tmp_path: Path) -> None:
+    tiny(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "\\ud800"}')
+    assert Tokenizer(tmp_path).bos is None
+
+
 def test_case_11_exactly_one_bos(tmp_path: Path) -> None:
     """The template writes BOS itself, and this tokenizer adds one to every text."""
     folder = tiny(tmp_path, tokenizer="sentencepiece", template="{{ bos_token }}" + CHATML)

@@ -113,6 +113,13 @@ def test_system_and_raw(cli: Run, tiny_folder: Path) -> None:
     assert count("--raw") < count() < count("--system", "a")
 
 
+def test_a_system_message_needs_a_template(command: Run, tmp_path: Path) -> None:
+    folder = tiny(tmp_path, template=None)
+    done = command("generate", folder, "-p", "hello", "--system", "a", "-q")
+    assert_fails(done, 2, "no chat template: it takes one text, no system message", "hint: put ")
+    assert command("generate", folder, "-p", "hello", "-n", 1, "-q").code == 0
+
+
 def test_the_model_may_come_from_the_environment(cli: Run, tiny_folder: Path) -> None:
     done = cli("generate", "-p", "hello", "-n", 0, QRUN_MODEL=str(tiny_folder))
     assert done.code == 0

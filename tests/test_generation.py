@@ -17,6 +17,7 @@ from qrun.ops import _launch
 from tests.reference_model import ReferenceModel
 from tests.tiny import Stored, stored, tiny, write_json
 
+HELLO = {"role": "user", "content": "hello"}
 IDS = [72, 101, 260, 108, 111]
 
 
@@ -249,6 +250,13 @@ def test_case_05_float16_overflow_stops_with_an_error(backend: Any, tmp_path: Pa
         ([1, 10_000], {}, "token 10000 is not in 0 .. 272"),
         ([-1], {}, "token -1 is not in"),
         ("x", {"raw": True, "system": "y"}, "a raw prompt takes no system message"),
+        ([1], {"system": "y"}, "token ids take no system message"),
+        ([HELLO], {"raw": True}, "a raw prompt is a text or a list of token ids, not messages"),
+        ([1, HELLO], {}, "a message is a mapping with role and content, not 1"),
+        ("x\udcff", {}, r"the prompt is not UTF-8 text: character 1 is '.udcff'"),
+        ("x", {"system": "\ud800"}, "the system message is not UTF-8 text: character 0"),
+        ([HELLO, {**HELLO, "content": "ab\ud83d"}], {}, "message 1: its content is not UTF-8 text"),
+        ([{**HELLO, "role": "\ud800"}], {}, "message 0: its role is not UTF-8 text: character 0"),
         ("x", {"stop": [""]}, "a stop string must not be empty"),
     ],
 )
