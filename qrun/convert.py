@@ -18,6 +18,7 @@ import numpy as np
 from qrun.encoding import DTYPES, Job, Wishes, plan, quantization_entries, stored_bits
 from qrun.errors import CheckpointError, QrunError, UsageError
 from qrun.gguf import is_gguf
+from qrun.gguf_blocks import AFFINE_BITS
 from qrun.gguf_models import read_gguf
 from qrun.placing import check_target, clear_leftovers, new_folder
 from qrun.safetensors_writer import SafetensorsWriter
@@ -166,6 +167,13 @@ def _notes(jobs: Sequence[Job], wishes: Wishes) -> list[str]:
     """What came out otherwise than was asked, or than one would think."""
     notes: list[str] = []
     matrices = [job for job in jobs if len(job.tensor.shape) > 1]
+    anew = [job for job in matrices if job.spec and not job.keep and job.spec.bits <= 4]
+    twice = [job for job in anew if AFFINE_BITS.get(job.tensor.stored) == 4]
+    if twice:
+        notes.append(
+            f"{len(twice)} matrices of {twice[0].tensor.stored} are rounded a second time, to "
+            f"{twice[0].spec}, which ruins small models: affine, group 32, the default, keeps them"
+        )
     group = wishes.group_size
     asked = [j.tensor for j in matrices if group is not None and j.tensor.width % group]
     left = [job.tensor for job in matrices if job.spec is None and job.tensor in asked]

@@ -31,10 +31,15 @@ _OURS = re.compile(
 
 
 def check_target(src: Path, dst: Path, force: bool) -> None:
-    """Raise UsageError unless `dst` may come to be: nothing is there, or `force` and a model."""
+    """Raise unless `dst` may come to be: writable, and nothing there, or `force` and a model."""
     inside = Path(os.path.realpath(src))
     if dst == inside or dst in inside.parents:
         raise UsageError(f"{dst}: the target holds the source")
+    above = next(path for path in dst.parents if path.exists())
+    if not above.is_dir():
+        raise QrunError(f"{dst}: cannot be written: {above} is a file, not a folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise QrunError(f"{dst}: cannot be written: {above} takes no new files")
     if not os.path.lexists(dst):
         return
     if not force:

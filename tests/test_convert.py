@@ -242,6 +242,30 @@ def test_asking_overrules_keeping(make: Callable[..., Path], tmp_path: Path) -> 
     assert convert(src, tmp_path / "c", mode="mxfp4").quantized == 15
 
 
+@pytest.mark.parametrize(
+    ("kind", "wishes", "told"),
+    [
+        (
+            "Q4_0",
+            {"mode": "mxfp4"},
+            "15 matrices of Q4_0 are rounded a second time, to mxfp4 4-bit",
+        ),
+        ("Q4_1", {"group_size": 64}, "15 matrices of Q4_1 are rounded a second time, to affine 4"),
+        ("Q4_1", {"bits": 3}, "15 matrices of Q4_1 are rounded a second time, to affine 3-bit, gr"),
+        ("Q4_1", {"bits": 8}, ""),
+        ("Q4_1", {"bits": 4}, ""),
+        ("Q8_0", {"mode": "mxfp4"}, ""),
+    ],
+)
+def test_four_bits_rounded_twice_are_told(
+    kind: str, wishes: dict[str, Any], told: str, make: Callable[..., Path], tmp_path: Path
+) -> None:
+    notes = convert(make(kind, hidden=64, inner=128), tmp_path / "out", **wishes).notes
+    found = [note for note in notes if "a second time" in note]
+    assert [note.startswith(told) for note in found] == [True] * bool(told)
+    assert all(note.endswith("affine, group 32, the default, keeps them") for note in found)
+
+
 def test_another_group_size_costs_no_bits(make: Callable[..., Path], tmp_path: Path) -> None:
     src = make("Q8_0", hidden=64, inner=128)
     report = convert(src, tmp_path / "out", group_size=64)
@@ -879,6 +903,15 @@ def test_force_does_not_delete_other_things(folder: Path, tmp_path: Path) -> Non
     with pytest.raises(UsageError, match=r"notes\.txt is no part of a model"):
         convert(folder, out, force=True)
     assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_target_below_a_file_is_refused_before_any_work(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file.txt").write_text("mine")
+    (folder / "config.json").unlink()  # reading the source would fail
+    with pytest.raises(QrunError, match=r"out: cannot be written: .*file\.txt is a file") as caught:
+        convert(folder, tmp_path / "file.txt/deeper/out")
+    assert caught.value.exit_code == 1
+    assert (tmp_path / "file.txt").read_text() == "mine"
 
 
 def test_matrices_that_a_group_does_not_divide_are_told(folder: Path, tmp_path: Path) -> None:
