@@ -45,7 +45,7 @@ class Generation:
     prompt_tokens: int
     timings: Timings
     seed: int
-    cache_bytes: int = field(default=0)  # bytes of cache that the last step read
+    cache_bytes: int = field(default=0)  # that a step read, on average
 
     @property
     def prefill_rate(self) -> float:
@@ -193,9 +193,10 @@ def _run(
     pieces: list[str] = []
     reason: FinishReason = "length"
     cache = model.new_cache(len(ids) + room)
-    first = started
+    first, read = started, 0
     if room:
         token = prefill(model, ids, cache, sampler)
+        read = cache.bytes_held()
         step = decode_step(model, cache, sampler)
         for n in range(room):
             upcoming = step(token) if n + 1 < room else None
@@ -235,7 +236,7 @@ def _run(
         prompt_tokens=len(ids),
         timings=Timings(first - started, ended - first),
         seed=sampler.seed,
-        cache_bytes=cache.bytes_held(),
+        cache_bytes=(read + cache.bytes_held()) // 2,
     )
     yield Piece(rest, result)
 

@@ -74,7 +74,7 @@ def print_description(model: LoadedModel) -> None:
 
 
 def print_stats(model: LoadedModel, result: Generation) -> None:
-    """--stats: speeds, and the share of the bandwidth measured here just now; of what there was."""
+    """--stats: speeds, and the share of what a plain loop reaches now; of what there was."""
     from qrun.hardware import peak_memory, read_bandwidth
 
     peak = peak_memory()  # before measuring the bandwidth, which takes memory itself
@@ -86,12 +86,12 @@ def print_stats(model: LoadedModel, result: Generation) -> None:
             f"prefill   {result.prefill_rate:8.1f} tok/s   {result.prompt_tokens} tokens",
         ]
     if result.decode_rate:
-        rate = result.decode_rate * (model.step_bytes + result.cache_bytes)
-        wall = read_bandwidth()
+        step = model.step_bytes + result.cache_bytes
+        rate, wall = result.decode_rate * step, read_bandwidth(step)
         lines += [
             f"decode    {result.decode_rate:8.1f} tok/s   {len(result.tokens)} tokens",
             f"memory    {rate / 1e9:8.2f} GB/s    {rate / wall:.0%} of the {wall / 1e9:.1f} GB/s "
-            "measured here",
+            "that a plain loop reaches over as many bytes",
         ]
     lines.append(f"peak      {peak / 1e6:8.0f} MB")
     click.echo("\n".join(lines), err=True)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from qrun.hardware import device_name, peak_memory, read_bandwidth
+from qrun.hardware import LOOP, device_name, peak_memory, read_bandwidth
 from qrun.loader import load
 from qrun.ops import _launch
 from tests.conftest import NATIVE
@@ -41,6 +41,25 @@ def test_bandwidth_is_that_of_a_memory() -> None:
     """Between a slow disk and the fastest memory there is; a unit mixed up leaves this range."""
     assert 5e8 < read_bandwidth() < 2e13
     assert read_bandwidth() == read_bandwidth()  # measured once
+    assert 5e8 < read_bandwidth(1) < 2e13  # a tiny model's step
+
+
+@pytest.mark.skipif(not NATIVE, reason="numpy's loop is always as long")
+@pytest.mark.parametrize(("size", "read"), [(1, 1 << 20), (100 << 20, 100 << 20), (9 << 30, LOOP)])
+def test_the_loop_reads_as_many_bytes_as_a_step(
+    size: int, read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again and again: what a cache then holds of them, it holds for a step too."""
+    rates = iter(range(1, 100))
+    sizes: list[int] = []
+
+    def loop(size: int, threads: int) -> float:
+        sizes.append(size)
+        return next(rates)
+
+    monkeypatch.setattr("qrun._ext.read_bandwidth", loop)
+    assert read_bandwidth.__wrapped__(size) == len(sizes) * 1e9
+    assert set(sizes) == {read}
 
 
 @pytest.mark.usefixtures("_fresh_choice")
