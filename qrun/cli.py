@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -302,6 +303,8 @@ cli.add_command(bench)
 def main() -> None:
     """Run a command; turn every outcome into an exit code and at most two lines."""
     debug, stdout = sys.argv[1:2] == ["--debug"], sys.stdout
+    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if stdout is None:  # pyright: ignore[reportUnnecessaryComparison]
         _fail("standard output is closed", None, 1)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -355,9 +358,10 @@ def _traceback() -> None:
 
 
 def _fail(message: str, hint: str | None, code: int) -> None:
-    click.echo(f"{printing.paint('qrun: error:', 'red')} {message}", err=True)
-    if hint:
-        click.echo(f"  hint: {hint}", err=True)
+    with suppress(OSError):  # nobody may be there to read it; the code still tells
+        click.echo(f"{printing.paint('qrun: error:', 'red')} {message}", err=True)
+        if hint:
+            click.echo(f"  hint: {hint}", err=True)
     sys.exit(code)
 
 

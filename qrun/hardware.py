@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
 
-from qrun.errors import BackendError
+from qrun.errors import BackendError, UsageError
 
 SPARE = 8 << 20  # bytes
 LOOP = 512 << 20  # bytes: more than most caches hold
@@ -37,10 +37,15 @@ def set_threads(count: int | None) -> None:
     require_mlx()
     from qrun.ops import _launch
 
-    if count is not None and _launch.native_problem() is None:
+    if _launch.native_problem() is None:
         from qrun import _ext
 
-        _ext.set_threads(count)
+        if count is not None:
+            _ext.set_threads(count)
+        try:
+            _ext.threads()
+        except (RuntimeError, ValueError) as error:  # $QRUN_NUM_THREADS is no number
+            raise UsageError(str(error)) from None
 
 
 @contextmanager

@@ -30,9 +30,13 @@ def locate(model: str | os.PathLike[str], *, revision: str | None = None) -> Pat
     path = Path(model).expanduser()
     if path == Path():
         path = path.resolve()  # so that messages name a folder, not "."
-    if path.is_dir():
-        return path
-    if path.is_file():
+    try:
+        if path.is_dir():
+            return path
+        is_file = path.is_file()
+    except OSError as error:  # a name too long, or a folder that may not be entered
+        raise ModelNotFoundError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    if is_file:
         hint = f"give its folder: {path.parent}"
         if path.suffix == ".gguf":
             hint = f"convert it: qrun convert {path} DST"

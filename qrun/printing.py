@@ -38,7 +38,9 @@ def show_warnings(show: bool) -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False))
+    text = json.dumps(value, ensure_ascii=False)
+    # A file name that is not UTF-8 comes as halves of pairs: JSON has the same escapes for them.
+    click.echo(text.encode(errors="backslashreplace").decode())
     sys.stdout.flush()
 
 

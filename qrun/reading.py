@@ -20,7 +20,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
                 return _text(opened)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{file} cannot be read as UTF-8 text: {error}") from None
-    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):  # pyright: ignore
+    closed = sys.stdin is None  # pyright: ignore[reportUnnecessaryComparison]
+    if prompt in (None, "-") and (closed or (prompt is None and sys.stdin.isatty())):
         raise UsageError(
             "no prompt", hint='give one: qrun generate MODEL -p "Why is the sky blue?"'
         )

@@ -36,12 +36,16 @@ class Tokenizer:
             )
         refuse_non_files(path)
         try:
-            self.inner: Any = tokenizers.Tokenizer.from_file(str(path))
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}", hint=AGAIN) from None
+        refuse_impostors(path, data[:64])
+        try:
+            self.inner: Any = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises plain Exception
-            with path.open("rb") as file:
-                refuse_impostors(path, file.read(64))
+            why = str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
             raise CheckpointError(
-                f"{path} cannot be used: {str(error).splitlines()[0]}", hint=AGAIN
+                f"{path} cannot be used: {why.splitlines()[0]}", hint=AGAIN
             ) from None
         self.inner.no_truncation()  # a file may say so, from training: prompts would be cut
         self.inner.no_padding()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -315,6 +316,7 @@ def test_a_template_without_an_end_is_a_bad_checkpoint(cli: Run, tmp_path: Path)
         (("generate", "./nowhere", "-p", "x"), 3, "./nowhere: no such folder"),
         (("generate", "./nowhere", "-p", "x", "-t", "-1"), 2, "temperature must be 0, or lie in"),
         (("generate", "a b", "-p", "x"), 3, "no such folder"),
+        (("generate", "a" * 300, "-p", "x"), 3, "aaa: file name too long"),
         (("generate", "{file}", "-p", "x"), 3, "is a file, not a model folder"),
     ],
 )
@@ -327,6 +329,38 @@ def test_wrong_usage(
     quiet = ["-q"] if args[:1] == ("generate",) else []
     done = command(*(arg.format(**places) for arg in args), *quiet)
     assert_fails(done, code, message)
+
+
+@pytest.mark.skipif(not NATIVE, reason="the variable is the native kernels'")
+@pytest.mark.parametrize("command", [("generate", "-p", "x"), ("bench",)])
+def test_threads_that_are_no_number(command: Sequence[str], cli: Run, tiny_folder: Path) -> None:
+    done = cli(*command, tiny_folder, QRUN_NUM_THREADS="all")
+    assert_fails(done, 2, "QRUN_NUM_THREADS=all: must be a number from 1 to 1024")
+
+
+@pytest.mark.parametrize("how", ["2>/dev/full", "2>&-"])
+def test_the_code_tells_where_nobody_reads_the_error(how: str, tmp_path: Path) -> None:
+    command = f"exec {sys.executable} -m qrun generate {tmp_path}/nowhere -p x {how}"
+    done = subprocess.run(["/bin/sh", "-c", command], env=environment(), check=False)
+    assert done.returncode == 3
+
+
+def test_standard_input_that_is_closed(tiny_folder: Path) -> None:
+    command = f"exec {sys.executable} -m qrun generate {tiny_folder} -p - <&-"
+    done = subprocess.run(
+        ["/bin/sh", "-c", command], env=environment(), stderr=subprocess.PIPE, check=False
+    )
+    assert (done.returncode, done.stderr[:24]) == (2, b"qrun: error: no prompt\n ")
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="file names are UTF-8 there")
+def test_a_folder_whose_name_is_not_utf8(cli: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    folder = os.fsdecode(bytes(tmp_path / "m") + b"\xff")
+    shutil.copytree(tiny_folder, folder)
+    assert cli("generate", folder, "-p", "x", "-n", 1, "-v").code == 0
+    done = cli("inspect", folder, "--json")
+    assert done.code == 0
+    assert json.loads(done.out.decode())["folder"] == folder
 
 
 def test_standard_output_that_is_closed(tiny_folder: Path) -> None:
