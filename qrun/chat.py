@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -19,12 +20,13 @@ RAW = "--raw gives the prompt to the model as it is"
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else chat_template in tokenizer_config.json (a string or a list)."""
     file = folder / "chat_template.jinja"
-    if file.exists():
+    if os.path.lexists(file):  # also a link to nothing: without its template a model talks nonsense
         refuse_non_files(file)
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}", hint=AGAIN) from None
+            why = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{file} cannot be read: {why}", hint=AGAIN) from None
         refuse_impostors(file, text[:64].encode())
         return text
     template = tokenizer_config.get("chat_template")
@@ -83,7 +85,7 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
     sandbox = Sandbox(template, sum(STEP + len(str(m.get("content", ""))) for m in messages))
     sandbox.add({"tojson": tojson}, {"raise_exception": refuse, "strftime_now": now})
     try:
-        return sandbox.text(messages=list(messages), add_generation_prompt=True, **special)
+        text = sandbox.text(messages=list(messages), add_generation_prompt=True, **special)
     except TemplateSyntaxError as error:
         raise CheckpointError(
             f"the model's chat template is broken: {error.message} (line {error.lineno})",
@@ -97,6 +99,9 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
         raise CheckpointError(
             f"the model's chat template fails: {_first_line(error)}", hint=RAW
         ) from None
+    if not text:
+        raise CheckpointError("the model's chat template makes no text of the messages", hint=RAW)
+    return text
 
 
 class _RefusedError(Exception):

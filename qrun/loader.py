@@ -215,7 +215,7 @@ def stop_tokens(folder: Path, config: Config, tokenizer: Tokenizer) -> frozenset
     """The union of what config.json, generation_config.json and the tokenizer call the end."""
     ids = set(config.ints("eos_token_id"))
     path = folder / "generation_config.json"
-    if path.exists():
+    if os.path.lexists(path):
         try:
             ids |= set(Config(read_json(path), str(path)).ints("eos_token_id"))
         except CheckpointError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -51,7 +52,7 @@ class Tokenizer:
         self.inner.no_padding()
         self._context = context
         settings = folder / "tokenizer_config.json"
-        config = read_json(settings) if settings.exists() else {}
+        config = read_json(settings) if os.path.lexists(settings) else {}
         self.special = {k: _content(config[k]) for k in _SPECIAL if config.get(k)}
         self.template = find_template(folder, config)
         self.eos = self.id_of(self.special.get("eos_token"))

@@ -98,9 +98,12 @@ def device(name: str) -> Break:
     return change
 
 
-def dangling(folder: Path) -> None:
-    (folder / SINGLE).unlink()
-    (folder / SINGLE).symlink_to(folder / "no blob")
+def dangling(name: str) -> Break:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(folder / "no blob")
+
+    return change
 
 
 def emptied(folder: Path) -> None:
@@ -183,7 +186,17 @@ WHOLE: dict[str, tuple[Break, str, str]] = {
         "tokenizer_config.json is a pipe",
         AGAIN,
     ),
-    "blob missing": (dangling, f"{SINGLE} cannot be read: No such file", AGAIN),
+    "blob missing": (dangling(SINGLE), f"{SINGLE} cannot be read: No such file", AGAIN),
+    "blob of the template missing": (
+        dangling("chat_template.jinja"),
+        "chat_template.jinja cannot be read: No such file",
+        AGAIN,
+    ),
+    "blob of the tokenizer config missing": (
+        dangling("tokenizer_config.json"),
+        "tokenizer_config.json is missing",
+        "download the model again",
+    ),
     "config missing": (gone("config.json"), "config.json is missing", "a model's folder"),
     "config empty": (content("config.json", b""), "config.json is empty", AGAIN),
     "config lfs": (content("config.json", LFS), "is a git-lfs pointer", "git lfs pull"),
@@ -361,6 +374,8 @@ def test_what_is_no_folder(name: str, said: str, remedy: str, tmp_path: Path, co
     [
         (config(eos_token_id=10**6), "stop tokens that are none of the tokenizer's 273: 1000000"),
         (template("{% if %}"), "chat template is broken"),
+        (template(""), "the model's chat template makes no text of the messages"),
+        (dangling("generation_config.json"), "generation_config.json is missing"),
         (template("{{ raise_exception('pairs') }}"), "refuses: pairs (for a single message)"),
         (content("generation_config.json", b"{"), "ignored: "),
         (pipe("generation_config.json"), "generation_config.json is a pipe"),

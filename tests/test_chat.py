@@ -93,6 +93,11 @@ def test_a_template_that_is_no_template_is_a_bad_checkpoint() -> None:
         render("{% if %}", HELLO, SPECIAL)
 
 
+def test_a_template_that_drops_everything_is_a_bad_checkpoint() -> None:
+    with pytest.raises(CheckpointError, match="chat template makes no text of the messages"):
+        render("{{ nothing }}", HELLO, SPECIAL)
+
+
 def test_raise_exception_keeps_its_message() -> None:
     with pytest.raises(UsageError, match="refuses: only pairs of turns"):
         render("{{ raise_exception('only pairs of turns') }}", HELLO, SPECIAL)
