@@ -39,8 +39,8 @@ def refuse_non_files(path: Path) -> None:
     }
     try:
         kind = kinds.get(stat.S_IFMT(path.stat().st_mode))
-    except OSError:
-        return  # whoever opens it says what is wrong
+    except OSError:  # an interrupted download leaves such a link; else, whoever opens it says why
+        kind = "a link to nothing" if path.is_symlink() else None
     if kind:
         raise CheckpointError(f"{path} is {kind}, not a file", hint=AGAIN)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from qrun.config import AGAIN
 from qrun.encoding import DTYPES, Job, Wishes, plan, quantization_entries, stored_bits
 from qrun.errors import CheckpointError, QrunError, UsageError
 from qrun.gguf import is_gguf
@@ -84,6 +85,8 @@ def convert(
             hint="give a .gguf file, or a folder with config.json and model.safetensors",
         )
     source = read_gguf(src) if gguf else read_folder(src)
+    if not source.tensors:
+        raise CheckpointError(f"{src}: holds no tensors", hint=AGAIN)
     jobs = plan(source, wishes)
     with new_folder(src, dst, force) as folder:
         writer = SafetensorsWriter(folder, [job.outputs() for job in jobs])

@@ -26,7 +26,7 @@ class Tokenizer:
     def __init__(self, folder: Path, context: int | None = None) -> None:
         """context: tokens that a prompt must stay below, if it is known."""
         path = folder / "tokenizer.json"
-        if not path.exists():
+        if not os.path.lexists(path):
             other = [n for n in ("tokenizer.model", "tekken.json") if (folder / n).exists()]
             what = f"only {other[0]}" if other else "no tokenizer"
             raise CheckpointError(

@@ -905,6 +905,21 @@ def test_force_does_not_delete_other_things(folder: Path, tmp_path: Path) -> Non
     assert (out / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_link_to_nothing_is_refused(name: str, folder: Path, tmp_path: Path) -> None:
+    """It was left out, and the model converted without it."""
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "no blob")
+    with pytest.raises(CheckpointError, match=rf"{name} is a link to nothing, not a file"):
+        convert(folder, tmp_path / "out")
+
+
+def test_a_file_without_tensors_is_refused(folder: Path, tmp_path: Path) -> None:
+    write_safetensors(folder / "model.safetensors", {})
+    with pytest.raises(CheckpointError, match="holds no tensors"):
+        convert(folder, tmp_path / "out")
+
+
 def test_a_target_below_a_file_is_refused_before_any_work(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("mine")
     (folder / "config.json").unlink()  # reading the source would fail
