@@ -38,7 +38,7 @@ def _text(source: BinaryIO) -> str:
     data = source.read(LONGEST + 1)
     if len(data) > LONGEST:
         raise PromptTooLongError(f"the prompt has more than {LONGEST >> 20} MB")
-    return data.decode("utf-8")
+    return data.decode("utf-8-sig")  # Windows editors put a mark in front
 
 
 def check_writable(path: Path) -> None:

@@ -101,6 +101,7 @@ def test_every_way_to_give_a_prompt(cli: Run, tiny_folder: Path, tmp_path: Path)
         (("--prompt-file", file), b""),
         (("-p", "-"), "hello ü".encode()),
         ((), "hello ü".encode()),
+        ((), "hello ü".encode("utf-8-sig")),
     ):
         done = cli("generate", tiny_folder, *args, *options, stdin=stdin)
         assert json.loads(done.out)["tokens"] == want
