@@ -38,11 +38,12 @@ def run(
     for start in range(0, prefill, chunk):
         part = mx.array(ids[start : min(start + chunk, prefill)], mx.int32)
         found.append(model.model.logits(model.model(part, state)))
+        mx.async_eval(found[-1])  # state is written in place: one after the other
         state.advance(part.size)
     step = decode_step(model, state)
     for token in ids[prefill:]:
         found.append(step(mx.array([token], mx.int32)))
-        # A generated token depends on the step before; these do not, and state lies in place.
+        # A generated token depends on the step before; these do not.
         mx.async_eval(found[-1])
     return np.array(mx.concatenate(found).astype(mx.float32), np.float64)
 
