@@ -84,7 +84,7 @@ class Tokenizer:
         """
         if self.template is None:
             check_messages(messages)
-            content = messages[0]["content"] if len(messages) == 1 else None
+            content = messages[0].get("content") if len(messages) == 1 else None
             if not isinstance(content, str):
                 raise UsageError(
                     "the model has no chat template: it takes one text, no system message and no "

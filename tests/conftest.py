@@ -22,10 +22,17 @@ ROOT = Path(__file__).resolve().parent.parent
 NATIVE = _launch.native_problem() is None
 
 
-@pytest.fixture(params=["mlx", pytest.param("cpu", marks=pytest.mark.native)])
+BACKENDS = ["mlx", pytest.param("cpu", marks=pytest.mark.native)]
+if mx.cuda.is_available():
+    BACKENDS.append("cuda")
+
+
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Every backend that runs on this machine's CPU, one after the other."""
+    """Every backend that runs on this machine, one after the other; Metal has its own tests."""
     module = import_module(f"qrun.ops._{request.param}")
+    if request.param == "cuda":
+        mx.set_default_device(mx.gpu)
     monkeypatch.setattr(_launch, "_backend", lambda device: module)
     return module
 

@@ -44,6 +44,7 @@ def test_case_11_no_template_gives_the_raw_prompt(tmp_path: Path) -> None:
         [{"role": "system", "content": "short"}, *HELLO],
         HELLO * 3,
         [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        [{"role": "assistant", "tool_calls": []}],
     ],
 )
 def test_case_11_no_template_takes_no_conversation(messages: Any, tmp_path: Path) -> None:

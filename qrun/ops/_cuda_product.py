@@ -28,7 +28,7 @@ from qrun.ops._cuda_tiles import (
     qmv_tile,
     wgmma_tile,
 )
-from qrun.ops._launch import Norm
+from qrun.ops._launch import Arrays, Norm
 from qrun.ops.matrix import QuantizedMatrix
 
 ACTIVATIONS = {None: 0, "swiglu": 1, "geglu": 2}  # enum Activation of common/epilogue.cuh
@@ -123,6 +123,9 @@ def gemm(
     """Few rows by the plain kernel; many by the library that MLX calls."""
     rows, k = x.shape
     if rows > 16 or k % 8:
+        if x.dtype == mx.float32:
+            y = _float32_gemm(x, w)
+            return _mlx.epilogue(y * scale, bias, residual, activation)
         return _mlx.gemm(x, w, bias=bias, residual=residual, activation=activation, scale=scale)
     epilogue, constants = epilogue_of(bias, residual, activation, scale)
     n = w.shape[0]
@@ -136,6 +139,24 @@ def gemm(
         (ceil_div(n, 8), ceil_div(rows, 1 if rows == 1 else 4), 1),
         Shape(128),
     )[0]
+
+
+def _float32_gemm(x: mx.array, w: mx.array) -> mx.array:
+    """x (M, K), w (N, K) -> (M, N). MLX rounds float32 factors to TF32, to 11 bits: an error of
+    1e-3. So both go in two parts, the upper 11 bits and the rest; what is lost begins at 2^-21.
+    """
+    return sum(
+        (a @ b.T for a in _tf32_parts(x) for b in _tf32_parts(w)),
+        mx.zeros((x.shape[0], w.shape[0])),
+    )
+
+
+def _tf32_parts(a: mx.array) -> Arrays:
+    """What TF32 multiplies exactly, or nearly: their sum is a."""
+    if a.dtype != mx.float32:
+        return [a.astype(mx.float32)]  # 8 or 11 bits
+    upper = (a.view(mx.uint32) & 0xFFFFE000).view(mx.float32)
+    return [upper, a - upper]
 
 
 def _plain(

@@ -22,17 +22,21 @@ from qrun.ops.matrix import QuantizedMatrix
 
 
 def rms_norm(
-    x: mx.array, weight: mx.array, eps: float, residual: mx.array | None = None
+    x: mx.array,
+    weight: mx.array,
+    eps: float,
+    residual: mx.array | None = None,
+    centered: bool = False,
 ) -> mx.array:
     rows, k = x.shape
     vec = 8 if k % 8 == 0 else 1
     return launch(
         "rms_norm/rms_norm.cuh",
-        f"qrun::rms_norm<VEC>(x, weight, {pointer('residual', residual, 'T')}, y, {literal(eps)}, "
-        "x_shape[1], 0, x_shape[1]);",
+        f"qrun::rms_norm<VEC, CENTERED>(x, weight, {pointer('residual', residual, 'T')}, y, "
+        f"{literal(eps)}, x_shape[1], 0, x_shape[1]);",
         {"x": x, "weight": weight, "residual": residual},
         {"y": (x.shape, x.dtype)},
-        {"T": x.dtype, "VEC": vec},
+        {"T": x.dtype, "VEC": vec, "CENTERED": centered},
         (rows, 1, 1),
         Shape(min(1024, ceil_div(ceil_div(k, vec), 32) * 32)),
     )[0]
@@ -44,8 +48,8 @@ def rms_norm_parts(x: mx.array, weights: Sequence[mx.array], eps: float) -> mx.a
     ends = [0, *accumulate(w.size for w in weights), k]
     vec = 8 if all(end % 8 == 0 for end in ends) else 1
     parts = "".join(
-        f"if (blockIdx.y == {i}) qrun::rms_norm<VEC>(x, {weight}, static_cast<const T*>(nullptr), "
-        f"y, {literal(eps)}, {k}, {ends[i]}, {ends[i + 1]});\n  "
+        f"if (blockIdx.y == {i}) qrun::rms_norm<VEC, false>(x, {weight}, "
+        f"static_cast<const T*>(nullptr), y, {literal(eps)}, {k}, {ends[i]}, {ends[i + 1]});\n  "
         for i, weight in enumerate(
             [*(f"weight_{i}" for i in range(len(weights))), "static_cast<const float*>(nullptr)"]
         )

@@ -99,6 +99,8 @@ def test_epilogue_runs_in_float32_in_front_of_one_rounding(
     # The plain float32 route in front of the activation, step by step.
     h = f64(x).astype(np.float32)
     h = h / np.sqrt(np.square(h).mean(-1, keepdims=True) + np.float32(1e-5)) * np.array(weight)
+    if backend.NAME == "cuda":  # tensor cores: what is multiplied has x's type
+        h = f64(mx.array(h).astype(x.dtype)).astype(np.float32)
     plain = plain_product(h, truth.rounded) * np.float32(0.25) + f64(bias).astype(np.float32)
     if activation is None:
         error = error_of(plain + f64(residual).astype(np.float32), exact, x.dtype)

@@ -19,12 +19,15 @@ def offset(n: int) -> mx.array:
     return mx.array([n], mx.int32)
 
 
-def assert_close(got: mx.array, want: Any, dtype: str) -> None:
-    """One rounding of the result, and float32 noise: the values are means of about unit size."""
+def assert_close(got: mx.array, want: Any, dtype: str, more: Any = 0.0) -> None:
+    """One rounding of the result, and float32 noise: the values are means of about unit size.
+
+    more: what else it may be off by, of want's shape.
+    """
     assert got.shape == want.shape
     assert str(got.dtype) == f"mlx.core.{dtype}"
     bound = ulp(np.abs(want).max(), dtype) / 2 + 32 * ulp(1.0, "float32")
-    assert np.abs(f64(got) - want).max() <= bound
+    assert (np.abs(f64(got) - want) <= bound + more).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -37,7 +40,10 @@ def test_equals_float64(
     q = cache(1, heads, length, d, dtype, 0)
     k, v = (cache(1, kv_heads, 160, d, dtype, i) for i in (1, 2))
     got = sdpa(q, k, v, offset(at), scale=d**-0.5)
-    assert_close(got, sdpa_ref(f64(q), f64(k), f64(v), at, scale=d**-0.5), dtype)
+    more = 0.0
+    if backend.NAME == "cuda" and dtype != "float32":  # tensor cores: probabilities in 16 bits
+        more = ulp(1.0, dtype) / 2 * sdpa_ref(f64(q), f64(k), np.abs(f64(v)), at, scale=d**-0.5)
+    assert_close(got, sdpa_ref(f64(q), f64(k), f64(v), at, scale=d**-0.5), dtype, more)
 
 
 @pytest.mark.parametrize("window", [1, 3, 64, 1000])
