@@ -111,12 +111,12 @@ def _many(
     pairs, n, k = expert.size, m.n // count, m.k
     tile = next((t for t in TILES if t.bm >= pairs / count), TILES[-1])
     runs, pm = ceil_div(k, 128), ceil_div(pairs, tile.bm) * tile.bm
-    arranged, done = launch(
+    (arranged,) = launch(
         "qmm/qmm_arrange.cuh",
         f"qrun::qmm_arrange(x, {pointer('row', row, 'int')}, static_cast<const float*>(nullptr), "
-        f"0.0f, out, done, 1, x_shape[1], {pm});",
+        f"0.0f, out, x_shape[1], {pm});",
         {"x": x, "row": row},
-        {"out": ((runs, 2, pm, 64), x.dtype), "done": ((1,), mx.int32)},
+        {"out": ((runs, 2, pm, 64), x.dtype)},
         {},
         (pairs, 1, 1),
         Shape(min(512, ceil_div(runs * 16, 32) * 32)),
@@ -126,10 +126,10 @@ def _many(
     constants |= {"STAGES": tile.stages, "AHEAD": tile.ahead}
     return launch(
         "qmm/qmm_wgmma.cuh",
-        "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, 1, AHEAD>{arranged, w, scales, biases, nullptr, "
-        f"const_cast<int*>(done), expert_shape[0], w_shape[0] / {count}, w_shape[1] * 8, "
-        f"arranged_shape[2], expert}}.run({epilogue});",
-        {"arranged": arranged, "done": done, **matrix(m), "expert": expert},
+        "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, 1, AHEAD>{arranged, w, scales, biases, "
+        f"expert_shape[0], w_shape[0] / {count}, w_shape[1] * 8, arranged_shape[2], expert}}"
+        f".run({epilogue});",
+        {"arranged": arranged, **matrix(m), "expert": expert},
         {"y": ((pairs, n if activation is None else n // 2), x.dtype)},
         constants,
         (pm // tile.bm + count, ceil_div(n, tile.bn), 1),

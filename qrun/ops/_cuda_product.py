@@ -11,6 +11,7 @@ from qrun.ops import _mlx
 from qrun.ops._cuda_launch import (
     Constant,
     Shape,
+    alone,
     ceil_div,
     launch,
     literal,
@@ -220,8 +221,10 @@ def _qmm(
     scale: float,
 ) -> mx.array:
     if isinstance(tile, WgmmaTile):
-        arranged, done = _arrange(x, norm, tile, m.n)
-        return _qmm_wgmma(arranged, done, x, m, tile, bias, residual, activation, scale)
+        if not alone():
+            tile = tile._replace(splits=1)  # they are a cluster
+        arranged = _arrange(x, norm, tile)
+        return _qmm_wgmma(arranged, x, m, tile, bias, residual, activation, scale)
     prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
     return _qmm_mma(prepared, sums, m, tile, bias, residual, activation, scale)
 
@@ -243,22 +246,21 @@ def _prepare(x: mx.array, norm: Norm | None, group: int, bm: int) -> list[mx.arr
     )
 
 
-def _arrange(x: mx.array, norm: Norm | None, tile: WgmmaTile, n: int) -> list[mx.array]:
-    """x normed and arranged for wgmma, (runs of 128 k, 2, M up to bms, 64); a zero a tile."""
+def _arrange(x: mx.array, norm: Norm | None, tile: WgmmaTile) -> mx.array:
+    """x normed and arranged for wgmma, (runs of 128 k, 2, M up to bms, 64)."""
     rows, k = x.shape
     weight, eps = norm or (None, 0.0)
     runs, pm = ceil_div(k, 128), ceil_div(rows, tile.bm) * tile.bm
-    tiles = ceil_div(rows, tile.bm) * ceil_div(n, tile.bn) if tile.splits > 1 else 1
     return launch(
         "qmm/qmm_arrange.cuh",
-        f"qrun::qmm_arrange(x, nullptr, {pointer('norm', weight, 'G')}, {literal(eps)}, out, done, "
-        f"{tiles}, x_shape[1], (x_shape[0] + {tile.bm - 1}) / {tile.bm} * {tile.bm});",
+        f"qrun::qmm_arrange(x, nullptr, {pointer('norm', weight, 'G')}, {literal(eps)}, out, "
+        f"x_shape[1], (x_shape[0] + {tile.bm - 1}) / {tile.bm} * {tile.bm});",
         {"x": x, "norm": weight},
-        {"out": ((runs, 2, pm, 64), x.dtype), "done": ((tiles,), mx.int32)},
+        {"out": ((runs, 2, pm, 64), x.dtype)},
         {"G": mx.float32 if weight is None else weight.dtype},
         (rows, 1, 1),
         Shape(min(512, ceil_div(runs * 16, 32) * 32)),
-    )
+    )[0]
 
 
 def _qmm_mma(
@@ -290,7 +292,6 @@ def _qmm_mma(
 
 def _qmm_wgmma(
     arranged: mx.array,
-    done: mx.array,
     x: mx.array,  # for its number of rows
     m: QuantizedMatrix,
     tile: WgmmaTile,
@@ -300,26 +301,16 @@ def _qmm_wgmma(
     scale: float,
 ) -> mx.array:
     rows, columns = x.shape[0], m.n if activation is None else m.n // 2
-    across, along = ceil_div(rows, tile.bm), ceil_div(m.n, tile.bn)
     epilogue, constants = epilogue_of(bias, residual, activation, scale)
     constants |= {"T": x.dtype, "GROUP": m.spec.group_size, "BM": tile.bm, "WN": tile.wn}
     constants |= {"STAGES": tile.stages, "SPLITS": tile.splits, "AHEAD": tile.ahead}
-    sums = across * along * tile.splits * tile.bm * tile.bn if tile.splits > 1 else 4
     return launch(
         "qmm/qmm_wgmma.cuh",
         "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, SPLITS, AHEAD>{arranged, w, scales, biases, "
-        "reinterpret_cast<float4*>(parts), const_cast<int*>(done), x_shape[0], w_shape[0], "
-        f"w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
-        {
-            "x": x,
-            "arranged": arranged,
-            "done": done,
-            **matrix(m),
-            "bias": bias,
-            "residual": residual,
-        },
-        {"y": ((rows, columns), x.dtype), "parts": ((sums,), mx.float32)},
+        f"x_shape[0], w_shape[0], w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
+        {"x": x, "arranged": arranged, **matrix(m), "bias": bias, "residual": residual},
+        {"y": ((rows, columns), x.dtype)},
         constants,
-        (across, along, tile.splits),
-        Shape(128 * tile.wn, tile.blocks, tile.shared),
+        (ceil_div(rows, tile.bm) * tile.splits, ceil_div(m.n, tile.bn), 1),
+        Shape(128 * tile.wn, tile.blocks, tile.shared, tile.splits),
     )[0]
