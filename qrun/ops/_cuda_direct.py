@@ -16,7 +16,7 @@ import mlx.core as mx
 from qrun.ops import _cuda_driver as driver
 from qrun.ops import _cuda_program as program
 from qrun.ops._cuda_addresses import address_of, addresses
-from qrun.ops._cuda_launch import Kernel, Output, run_by
+from qrun.ops._cuda_launch import Plan, run_by
 from qrun.ops._cuda_memory import Room
 from qrun.ops._cuda_program import SMALL, Block, Mail, Pending, Slot, bytes_of, new_slot, record
 from qrun.ops._launch import Arrays, Step, enqueued
@@ -83,19 +83,12 @@ class _Direct:
         self.held[id(array)] = array
         return address_of(array)
 
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: list[mx.array],
-        numbers: list[int],
-        outputs: list[Output],
-        grid: tuple[int, int, int],
-    ) -> list[mx.array]:
-        if not driver.loaded(kernel):
-            raise _NewKernelError(kernel.label)
-        made = [new_slot(shape, dtype, _Lent) for shape, dtype in outputs]
+    def run(self, plan: Plan, inputs: Arrays) -> Arrays:
+        if not driver.loaded(plan.kernel):
+            raise _NewKernelError(plan.kernel.label)
+        made = [new_slot(shape, dtype, _Lent) for shape, dtype in plan.outputs]
         pointers = [self.address(a) for a in (*inputs, *made)]
-        driver.stream().launch(kernel, grid, pointers, numbers, early=program.EARLY)
+        driver.stream().launch(plan, pointers, early=program.EARLY)
         return cast(Arrays, made)
 
 

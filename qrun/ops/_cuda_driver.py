@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from qrun.errors import BackendError
 
 if TYPE_CHECKING:
-    from qrun.ops._cuda_launch import Kernel
+    from qrun.ops._cuda_launch import Kernel, Plan
 
 COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
@@ -135,29 +135,21 @@ class Stream:
         """Free it."""
         call("cuStreamDestroy_v2", self.handle)
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: tuple[int, int, int],
-        pointers: Sequence[int],
-        numbers: Sequence[int],
-        *,
-        early: bool,
-    ) -> None:
+    def launch(self, plan: Plan, pointers: Sequence[int], *, early: bool) -> None:
         """One kernel; its arguments are device pointers, then ints.
 
         early: it may start while the one before still runs (programmatic dependent launch); it
         must then wait by itself before it touches what that one writes or reads.
         """
-        shape, count = kernel.shape, len(pointers) + len(numbers)
+        shape, count = plan.kernel.shape, len(pointers) + len(plan.numbers)
         # An int takes the lower half of its eight bytes.
-        values = (c_uint64 * count)(*pointers, *numbers)
+        values = (c_uint64 * count)(*pointers, *plan.numbers)
         at = ctypes.addressof(values)
         addresses = (c_void_p * count)(*range(at, at + 8 * count, 8))
         config = _Config(
-            grid, (shape.threads, 1, 1), shape.shared, self.handle, _EARLY, int(early)
+            plan.grid, (shape.threads, 1, 1), shape.shared, self.handle, _EARLY, int(early)
         )  # fmt: skip
-        call("cuLaunchKernelEx", byref(config), function(kernel), addresses, None)
+        call("cuLaunchKernelEx", byref(config), function(plan.kernel), addresses, None)
 
 
 @cache

@@ -23,7 +23,7 @@ import numpy as np
 from qrun.ops import _cuda_driver as driver
 from qrun.ops._cuda_addresses import addresses
 from qrun.ops._cuda_compile import compile_all
-from qrun.ops._cuda_launch import Kernel, Output, run_by
+from qrun.ops._cuda_launch import Plan, run_by
 from qrun.ops._cuda_memory import ENDLESS, Room, aligned
 from qrun.ops._launch import Arrays, Step, enqueued
 
@@ -89,10 +89,8 @@ NOT_RECORDABLE = (NotRecordableError, TypeError, ValueError)  # the latter: how 
 
 @dataclass(frozen=True)
 class _Launch:
-    kernel: Kernel
+    plan: Plan
     arrays: list[mx.array | Slot]  # inputs, then outputs
-    numbers: list[int]
-    grid: tuple[int, int, int]
 
 
 class Tape:
@@ -103,17 +101,10 @@ class Tape:
         self.outputs: list[Slot] = []
         self.launches: list[_Launch] = []
 
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: list[mx.array],
-        numbers: list[int],
-        outputs: list[Output],
-        grid: tuple[int, int, int],
-    ) -> list[mx.array]:
+    def run(self, plan: Plan, inputs: Arrays) -> Arrays:
         """A runner of _cuda_launch.py that only takes notes."""
-        made = [new_slot(shape, dtype) for shape, dtype in outputs]
-        self.launches.append(_Launch(kernel, [*inputs, *made], numbers, grid))
+        made = [new_slot(shape, dtype) for shape, dtype in plan.outputs]
+        self.launches.append(_Launch(plan, [*inputs, *made]))
         return cast(Arrays, made)
 
     def outside(self) -> Arrays:
@@ -187,7 +178,7 @@ def record(step: Step, inputs: Arrays, state: Arrays) -> Tape | None:
 
 def load(tape: Tape) -> None:
     """Its kernels onto the device; those never compiled yet are compiled side by side."""
-    kernels = {each.kernel.name: each.kernel for each in tape.launches}
+    kernels = {each.plan.kernel.name: each.plan.kernel for each in tape.launches}
     compile_all([kernel.text for kernel in kernels.values() if not driver.loaded(kernel)])
     for kernel in kernels.values():
         driver.function(kernel)
@@ -267,7 +258,7 @@ class Program:
         self._graph = driver.Graph()
         for each in tape.launches:
             at = [self._at(a) if isinstance(a, Slot) else where[id(a)] for a in each.arrays]
-            self._graph.stream.launch(each.kernel, each.grid, at, each.numbers, early=EARLY)
+            self._graph.stream.launch(each.plan, at, early=EARLY)
         self._graph.end()
 
     def _at(self, slot: Slot) -> int:
