@@ -76,7 +76,7 @@ def _asked(arrays: Arrays) -> list[int]:
         + "}\n"
     )
     kernel = Kernel("addresses", "qrun_addresses", text, Shape(1))
-    plan = Plan(kernel, [], [((AT_ONCE,), mx.uint64)], (1, 1, 1))
+    plan = Plan(kernel, AT_ONCE, [((AT_ONCE,), mx.uint64)], [], (1, 1, 1))
     found: list[int] = []
     for start in range(0, len(arrays), AT_ONCE):
         part = arrays[start : start + AT_ONCE]

@@ -17,7 +17,7 @@ from qrun.ops import _cuda_driver as driver
 from qrun.ops import _cuda_program as program
 from qrun.ops._cuda_addresses import address_of, addresses
 from qrun.ops._cuda_launch import Plan, run_by
-from qrun.ops._cuda_memory import Room
+from qrun.ops._cuda_memory import Shelf
 from qrun.ops._cuda_program import SMALL, Block, Mail, Pending, Slot, bytes_of, new_slot, record
 from qrun.ops._launch import Arrays, Step, enqueued
 
@@ -32,7 +32,7 @@ class _Memory:
     """Device memory that results are made in. It stays, for the next prompt needs it again."""
 
     def __init__(self) -> None:
-        self.room = Room(self._more)
+        self.room = Shelf(self._more)
         self._parts: dict[int, mx.array] = {}  # by address
 
     def _more(self, size: int) -> tuple[int, int]:
@@ -61,9 +61,10 @@ def mail() -> Mail:
 class _Lent(Block):
     """A block that goes back by itself."""
 
+    __slots__ = ("_room", "address")
+
     def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self._room = memory().room
+        self.size, self._room = size, memory().room
         self.address = self._room.take(size)
 
     def __del__(self) -> None:
@@ -87,8 +88,7 @@ class _Direct:
         if not driver.loaded(plan.kernel):
             raise _NewKernelError(plan.kernel.label)
         made = [new_slot(shape, dtype, _Lent) for shape, dtype in plan.outputs]
-        pointers = [self.address(a) for a in (*inputs, *made)]
-        driver.stream().launch(plan, pointers, early=program.EARLY)
+        driver.stream().launch(plan, [self.address(a) for a in (*inputs, *made)])
         return cast(Arrays, made)
 
 

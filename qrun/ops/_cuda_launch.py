@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
+from qrun.ops import _cuda_driver as driver
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import Quantization
 
@@ -86,9 +87,15 @@ class Plan:
     """A launch of which all is known but where its arrays lie. grid: in blocks."""
 
     kernel: Kernel
-    numbers: list[int]
+    inputs: int  # how many
     outputs: list[Output]
+    numbers: list[int]
     grid: Grid
+
+    @cached_property
+    def ready(self) -> driver.Ready:
+        """For the driver. The kernel is on the device then."""
+        return driver.Ready(self.kernel, self.grid, self.inputs + len(self.outputs), self.numbers)
 
 
 Runner = Callable[[Plan, list[mx.array]], list[mx.array]]  # inputs -> results
@@ -159,7 +166,7 @@ def _planned(recipe: Recipe, inputs: dict[str, mx.array | None]) -> Plan:
         recipe.shape,
     )
     numbers = [given[name].shape[axis] for name, axis in axes]
-    return Plan(kernel, numbers, list(recipe.outputs.values()), recipe.grid)
+    return Plan(kernel, len(given), list(recipe.outputs.values()), numbers, recipe.grid)
 
 
 @cache

@@ -38,18 +38,22 @@ class NotRecordableError(Exception):
 class Block:
     """Memory for one result of a launch."""
 
+    __slots__ = ("size",)
+
     def __init__(self, size: int) -> None:
         self.size = size  # bytes
 
 
-@dataclass(frozen=True, eq=False)
 class Slot:
     """Stands for an array where our own launches make it: a place in a block of memory."""
 
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-    block: Block
-    start: int = 0  # bytes from the start of the block
+    __slots__ = ("block", "dtype", "shape", "start")
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: mx.Dtype, block: Block, start: int = 0
+    ) -> None:
+        self.shape, self.dtype, self.block = shape, dtype, block
+        self.start = start  # bytes from the start of the block
 
     @property
     def ndim(self) -> int:
@@ -258,7 +262,7 @@ class Program:
         self._graph = driver.Graph()
         for each in tape.launches:
             at = [self._at(a) if isinstance(a, Slot) else where[id(a)] for a in each.arrays]
-            self._graph.stream.launch(each.plan, at, early=EARLY)
+            self._graph.stream.launch(each.plan, at)
         self._graph.end()
 
     def _at(self, slot: Slot) -> int:
@@ -317,7 +321,3 @@ def copied(memory: mx.array, start: int, slot: Slot) -> mx.array:
     copy = memory[start : start + slot.nbytes].view(slot.dtype).reshape(slot.shape) + 0
     mx.eval(copy)
     return copy
-
-
-# Whether kernels start early, see above.
-EARLY = True

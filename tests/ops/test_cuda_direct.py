@@ -50,7 +50,7 @@ class Card:
     def load(self, tape: Tape) -> None:
         self.kernels |= {each.plan.kernel.name for each in tape.launches}
 
-    def launch(self, plan: Plan, pointers: list[int], *, early: bool) -> None:
+    def launch(self, plan: Plan, pointers: list[int]) -> None:
         assert plan.kernel.name in self.kernels
         self.launched.append((plan.kernel.name, pointers))
 
