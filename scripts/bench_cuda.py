@@ -52,7 +52,10 @@ class Recording:
 
     def run(self, plan: Plan, inputs: list[mx.array]) -> list[mx.array]:
         """A runner that only takes notes."""
-        kernel, made = plan.kernel, [mx.zeros(shape, dtype) for shape, dtype in plan.outputs]
+        kernel, made = (
+            plan.kernel,
+            [mx.zeros(shape, dtype) for shape, dtype, _ in plan.outputs.places],
+        )
         names = re.findall(r"\* (\w+)[,)]", kernel.text.split("{", 1)[0])
         arguments = [
             f'b.get<{TYPES[array.dtype]}>("{self.name(array, name)}")'

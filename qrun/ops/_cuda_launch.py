@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
 
 from qrun.ops import _cuda_driver as driver
+from qrun.ops._cuda_memory import aligned
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import Quantization
 
@@ -82,20 +84,33 @@ class Recipe(NamedTuple):
     shape: Shape
 
 
+class Outputs:
+    """What a launch makes, and how it lies in one block of memory."""
+
+    def __init__(self, outputs: Sequence[Output]) -> None:
+        self.places: list[tuple[tuple[int, ...], mx.Dtype, int]] = []  # start: in bytes
+        self.size = 0
+        for shape, dtype in outputs:
+            self.places.append((shape, dtype, self.size))
+            self.size += aligned(prod(shape) * dtype.size)
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A launch of which all is known but where its arrays lie. grid: in blocks."""
 
     kernel: Kernel
     inputs: int  # how many
-    outputs: list[Output]
+    outputs: Outputs
     numbers: list[int]
     grid: Grid
 
     @cached_property
     def ready(self) -> driver.Ready:
         """For the driver. The kernel is on the device then."""
-        return driver.Ready(self.kernel, self.grid, self.inputs + len(self.outputs), self.numbers)
+        return driver.Ready(
+            self.kernel, self.grid, self.inputs + len(self.outputs.places), self.numbers
+        )
 
 
 Runner = Callable[[Plan, list[mx.array]], list[mx.array]]  # inputs -> results
@@ -109,8 +124,8 @@ def by_mlx(plan: Plan, inputs: list[mx.array]) -> list[mx.array]:
         name=kernel.name,
         compiled_source=kernel.cubin,
         inputs=inputs,
-        output_shapes=[s for s, _ in plan.outputs],
-        output_dtypes=[dtype for _, dtype in plan.outputs],
+        output_shapes=[shape for shape, _, _ in plan.outputs.places],
+        output_dtypes=[dtype for _, dtype, _ in plan.outputs.places],
         scalars=cast(Any, plan.numbers),
         grid=(grid[0] * threads, grid[1], grid[2]),
         threadgroup=(threads, 1, 1),
@@ -166,7 +181,7 @@ def _planned(recipe: Recipe, inputs: dict[str, mx.array | None]) -> Plan:
         recipe.shape,
     )
     numbers = [given[name].shape[axis] for name, axis in axes]
-    return Plan(kernel, len(given), list(recipe.outputs.values()), numbers, recipe.grid)
+    return Plan(kernel, len(given), Outputs([*recipe.outputs.values()]), numbers, recipe.grid)
 
 
 @cache

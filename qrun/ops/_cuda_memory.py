@@ -23,25 +23,18 @@ class Room:
 
     def take(self, size: int) -> int:
         """The start of `size` bytes, a multiple of ALIGNMENT: from the smallest that holds them."""
-        start = self.find(size)
-        if start is not None:
-            return start
-        start, length = self._grow(size)
-        self._starts.add(start)
-        return self._cut(start, length, size)
-
-    def find(self, size: int) -> int | None:
-        """The same without growing."""
-        fits = [(length, start) for start, length in self._free if length >= size]
-        if not fits:
-            return None
-        length, start = min(fits)
-        self._free.remove((start, length))
-        return self._cut(start, length, size)
-
-    def _cut(self, start: int, length: int, size: int) -> int:
+        at, least = -1, ENDLESS + 1
+        for i, (_, length) in enumerate(self._free):
+            if size <= length < least:
+                at, least = i, length
+        if at >= 0:
+            start, length = self._free.pop(at)
+        else:
+            start, length = self._grow(size)
+            self._starts.add(start)
+            at = bisect_left(self._free, (start, 0))
         if length > size:
-            self.give(start + size, length - size)
+            self._free.insert(at, (start + size, length - size))
         return start
 
     def give(self, start: int, size: int) -> None:
@@ -55,37 +48,6 @@ class Room:
             start, before = self._free.pop(at)
             size += before
         self._free.insert(at, (start, size))
-
-
-class Shelf:
-    """A room in front of which ranges wait for somebody who asks for just their size: quick, and
-    the steps of a prompt ask for the same sizes again and again.
-    """
-
-    def __init__(self, grow: Callable[[int], tuple[int, int]]) -> None:
-        self._room = Room(grow)
-        self._waiting: dict[int, list[int]] = {}  # starts by size
-
-    def take(self, size: int) -> int:
-        """As Room's; all of it is put together again before it grows."""
-        waiting = self._waiting.get(size)
-        if waiting:
-            return waiting.pop()
-        start = self._room.find(size)
-        if start is not None:
-            return start
-        for length, starts in self._waiting.items():
-            for each in starts:
-                self._room.give(each, length)
-        self._waiting.clear()
-        return self._room.take(size)
-
-    def give(self, start: int, size: int) -> None:
-        """Back it goes."""
-        waiting = self._waiting.get(size)
-        if waiting is None:
-            waiting = self._waiting[size] = []
-        waiting.append(start)
 
 
 def aligned(size: int) -> int:

@@ -23,8 +23,8 @@ import numpy as np
 from qrun.ops import _cuda_driver as driver
 from qrun.ops._cuda_addresses import addresses
 from qrun.ops._cuda_compile import compile_all
-from qrun.ops._cuda_launch import Plan, run_by
-from qrun.ops._cuda_memory import ENDLESS, Room, aligned
+from qrun.ops._cuda_launch import Outputs, Plan, run_by
+from qrun.ops._cuda_memory import ENDLESS, Room
 from qrun.ops._launch import Arrays, Step, enqueued
 
 SMALL = 64  # outputs of up to as many bytes are wanted by the host
@@ -36,12 +36,12 @@ class NotRecordableError(Exception):
 
 
 class Block:
-    """Memory for one result of a launch."""
+    """Memory for the results of one launch; address 0 as long as nobody knows."""
 
-    __slots__ = ("size",)
+    __slots__ = ("address", "size")
 
-    def __init__(self, size: int) -> None:
-        self.size = size  # bytes
+    def __init__(self, size: int, address: int = 0) -> None:
+        self.size, self.address = size, address  # in bytes
 
 
 class Slot:
@@ -54,6 +54,10 @@ class Slot:
     ) -> None:
         self.shape, self.dtype, self.block = shape, dtype, block
         self.start = start  # bytes from the start of the block
+
+    @property
+    def address(self) -> int:
+        return self.block.address + self.start
 
     @property
     def ndim(self) -> int:
@@ -81,11 +85,15 @@ class Slot:
         raise NotRecordableError(name)
 
 
-def new_slot(
-    shape: tuple[int, ...], dtype: mx.Dtype, block: Callable[[int], Block] = Block
-) -> Slot:
-    """A place of that shape at the start of a block of its own."""
-    return Slot(tuple(shape), dtype, block(aligned(prod(shape) * dtype.size)))
+def new_slots(outputs: Outputs, block: Callable[[int], Block] = Block) -> list[Slot]:
+    """Places for what a launch makes, in a block of their own."""
+    held = block(outputs.size)
+    return [Slot(shape, dtype, held, start) for shape, dtype, start in outputs.places]
+
+
+def new_slot(a: mx.array, block: Callable[[int], Block] = Block) -> Slot:
+    """The same for something like an array."""
+    return new_slots(Outputs([(a.shape, a.dtype)]), block)[0]
 
 
 NOT_RECORDABLE = (NotRecordableError, TypeError, ValueError)  # the latter: how MLX refuses a Slot
@@ -107,7 +115,7 @@ class Tape:
 
     def run(self, plan: Plan, inputs: Arrays) -> Arrays:
         """A runner of _cuda_launch.py that only takes notes."""
-        made = [new_slot(shape, dtype) for shape, dtype in plan.outputs]
+        made = new_slots(plan.outputs)
         self.launches.append(_Launch(plan, [*inputs, *made]))
         return cast(Arrays, made)
 
@@ -168,7 +176,7 @@ def traced(step: Step) -> Step:
 def record(step: Step, inputs: Arrays, state: Arrays) -> Tape | None:
     """What the step launches; None if it does something else with its arrays."""
     tape = Tape()
-    tape.inputs = [new_slot(a.shape, a.dtype) for a in inputs]
+    tape.inputs = [new_slot(a) for a in inputs]
     try:
         with run_by(tape.run):
             outputs, _ = step(cast(Arrays, tape.inputs), state)
