@@ -75,7 +75,8 @@ NB_MODULE(_ext, m) {
   m.def("combine", &qrun::combine, "x"_a, "place"_a, "share"_a, "residual"_a);
   m.def("gemm", &qrun::gemm, "x"_a, "w"_a, nb::kw_only(), "bias"_a = nb::none(),
         "residual"_a = nb::none(), "scale"_a = 1.0f);
-  m.def("rms_norm", &qrun::rms_norm, "x"_a, "weight"_a, "eps"_a, "residual"_a = nb::none());
+  m.def("rms_norm", &qrun::rms_norm, "x"_a, "weight"_a, "eps"_a, "residual"_a = nb::none(),
+        "centered"_a = false);
   m.def("rms_norm_parts", &qrun::rms_norm_parts, "x"_a, "weights"_a, "eps"_a);
   m.def("swiglu", &qrun::swiglu, "gate_up"_a);
   m.def("softcap", &qrun::softcap, "x"_a, "limit"_a);

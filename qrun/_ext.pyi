@@ -94,6 +94,7 @@ def rms_norm(
     weight: mx.array,  # (K,)
     eps: float,
     residual: mx.array | None = None,  # as x
+    centered: bool = False,
 ) -> mx.array: ...
 def rms_norm_parts(
     x: mx.array,  # (M, K)

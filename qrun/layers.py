@@ -27,17 +27,14 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """weight (K,), eps: (x - mean) / deviation * weight, which is the RMS norm of x - mean."""
+    """weight (K,), eps: (x - mean) / deviation * weight. No product takes it in front."""
 
     weight: mx.array
     eps: float
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (M, K) -> (M, K)."""
-        h = x.astype(mx.float32)
-        return ops.rms_norm(h - h.mean(axis=-1, keepdims=True), self.weight, self.eps).astype(
-            x.dtype
-        )
+        return ops.rms_norm(x, self.weight, self.eps, centered=True)
 
 
 @dataclass(frozen=True)

@@ -273,6 +273,7 @@ def odd_cases() -> list[str]:
     add("argmax", lambda: _cuda_rows.argmax(mx.zeros((2, 777), bf16), 770))
     x = mx.zeros((3, 77), bf16)
     add("rms_norm with a residual", lambda: _cuda_rows.rms_norm(x, mx.zeros(77, bf16), 1e-5, x))
+    add("layer norm", lambda: _cuda_rows.rms_norm(x, mx.zeros(77, bf16), 1e-5, centered=True))
     two = [mx.zeros(24, bf16), mx.zeros(13, bf16)]
     add("rms_norm of parts", lambda: _cuda_rows.rms_norm_parts(x, two, 1e-5))
     add("softcap", lambda: _cuda_rows.softcap(x, 2.0))

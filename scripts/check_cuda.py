@@ -142,9 +142,16 @@ def rows() -> Iterator[Case]:
 
         def norm(m: int = m, k: int = k, dtype: Any = dtype, weight: Any = weight) -> Any:
             x, w = normal((m, k), dtype, 3), normal((k,), weight)
-            return [(_cuda.rms_norm(x, w, 1e-5), rms_norm_ref(f64(x), f64(w), 1e-5))]
+            beside = x + 100
+            return [
+                (_cuda.rms_norm(x, w, 1e-5), rms_norm_ref(f64(x), f64(w), 1e-5)),
+                (
+                    _cuda.rms_norm(beside, w, 1e-5, centered=True),
+                    rms_norm_ref(f64(beside), f64(w), 1e-5, centered=True),
+                ),
+            ]
 
-        yield f"rms_norm M {m} K {k} {dtype}", norm
+        yield f"rms_norm and layer norm M {m} K {k} {dtype}", norm
 
     def swiglu() -> Any:
         x = normal((3, 74), HF)

@@ -122,7 +122,7 @@ def test_four_bits(case: str, tmp_path: Path, backend: Any) -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("case", [
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "smollm3", "granite",
-    "gemma2", "gemma3_text", "olmo2", "qwen3_moe with a dense router",
+    "gemma2", "gemma3_text", "olmo2", "cohere2", "qwen3_moe with a dense router",
 ])  # fmt: skip
 def test_a_step_is_one_recorded_primitive(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

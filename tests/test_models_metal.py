@@ -62,6 +62,7 @@ KINDS = [
     "llama",  # biases everywhere, a head of 24 dims
     "phi3",  # one matrix for qkv and one for gate and up; a part of each head is rotated
     "smollm3",  # layers without positions
+    "cohere2",  # layer norms, neighbouring dims rotated
     "mixtral",  # experts: MLX's product behind our norm, in front of our attention
 ]
 

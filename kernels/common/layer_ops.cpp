@@ -15,7 +15,8 @@ int rows_per_step(size_t elements_per_row) {
 
 class RmsNormOp : public CpuPrimitive {
  public:
-  RmsNormOp(mx::Stream s, float eps) : CpuPrimitive(s), eps_(eps) {}
+  RmsNormOp(mx::Stream s, float eps, bool centered)
+      : CpuPrimitive(s), eps_(eps), centered_(centered) {}
   const char* name() const override { return "qrun_rms_norm"; }
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     RmsNorm a{dense(in[0], stream()),
@@ -24,6 +25,7 @@ class RmsNormOp : public CpuPrimitive {
               allocate<char>(out[0]),
               in[1].shape(0),
               eps_,
+              centered_,
               type_of(in[0].dtype(), "rms_norm", "x"),
               type_of(in[1].dtype(), "rms_norm", "weight")};
     const int rows = static_cast<int>(in[0].size() / a.d);
@@ -34,6 +36,7 @@ class RmsNormOp : public CpuPrimitive {
 
  private:
   float eps_;
+  bool centered_;
 };
 
 // Several norms side by side in a row, and columns behind them that stay as they are.
@@ -49,8 +52,8 @@ class RmsNormPartsOp : public CpuPrimitive {
     std::vector<RmsNorm> parts;
     size_t at = 0;
     for (size_t i = 1; i < in.size(); i++) {
-      parts.push_back({x + at, dense(in[i], stream()), nullptr, y + at, in[i].shape(0), eps_, type,
-                       type_of(in[i].dtype(), "rms_norm", "weight")});
+      parts.push_back({x + at, dense(in[i], stream()), nullptr, y + at, in[i].shape(0), eps_, false,
+                       type, type_of(in[i].dtype(), "rms_norm", "weight")});
       at += in[i].size() * size_of(type);
     }
     enqueue(stream(), [=, rows = in[0].shape(0)] {
@@ -245,7 +248,7 @@ class SdpaOp : public CpuPrimitive {
 }  // namespace
 
 mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps,
-                   const std::optional<mx::array>& residual) {
+                   const std::optional<mx::array>& residual, bool centered) {
   require(x.ndim() >= 1 && x.shape(-1) >= 1, "rms_norm: x must have a last axis");
   require_shape("rms_norm", "weight", weight, {x.shape(-1)});
   type_of(x.dtype(), "rms_norm", "x");
@@ -256,7 +259,7 @@ mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps,
     require(residual->dtype() == x.dtype(), "rms_norm: residual and x must have one dtype");
     inputs.push_back(*residual);
   }
-  return mx::array(x.shape(), x.dtype(), std::make_shared<RmsNormOp>(cpu_stream(), eps),
+  return mx::array(x.shape(), x.dtype(), std::make_shared<RmsNormOp>(cpu_stream(), eps, centered),
                    std::move(inputs));
 }
 

@@ -135,7 +135,7 @@ Activation activation_of(const std::string& at, const std::string& name, int n);
 mx::array gemm(const mx::array& x, const mx::array& w, const std::optional<mx::array>& bias,
                const std::optional<mx::array>& residual, float scale);
 mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps,
-                   const std::optional<mx::array>& residual);
+                   const std::optional<mx::array>& residual, bool centered);
 mx::array rms_norm_parts(const mx::array& x, const std::vector<mx::array>& weights, float eps);
 mx::array swiglu(const mx::array& gate_up);
 mx::array softcap(const mx::array& x, float limit);

@@ -129,6 +129,7 @@ struct RmsNorm {
   void* y;
   int d;
   float eps;
+  bool centered;  // the norm of x - mean(x): a layer norm
   Type type, weight_type;
 };
 

@@ -1,5 +1,5 @@
 // rms_norm: y = x * rsqrt(mean(x^2) + eps) * weight + residual over rows of K, or over a part of each row.
-// A block takes a row's part.
+// A block takes a row's part. Centered: of x - mean(x).
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -9,20 +9,30 @@ namespace qrun {
 
 // Columns begin .. end-1 of x, residual (or null) and y (M, K), with weight (end - begin,); without one they
 // stay as they are. VEC divides begin, end and K. Grid: x over M.
-template <int VEC, typename T, typename G>
+template <int VEC, bool CENTERED, typename T, typename G>
 __device__ __forceinline__ void rms_norm(const T* x, const G* weight, const T* residual, T* y, float eps,
                                          int k, int begin, int end) {
   start_next_kernel();
   wait_for_previous_kernel();
   const long long row = static_cast<long long>(blockIdx.x) * k;
-  float scale = 1;
+  float mean = 0, scale = 1;
+  if (CENTERED) {
+    float sum = 0;
+    for (int i = begin + threadIdx.x * VEC; i < end; i += blockDim.x * VEC) {
+      float v[VEC];
+      load(v, x + row + i);
+#pragma unroll
+      for (int e = 0; e < VEC; e++) sum += v[e];
+    }
+    mean = block_sum(sum) / (end - begin);
+  }
   if (weight) {
     float sum = 0;
     for (int i = begin + threadIdx.x * VEC; i < end; i += blockDim.x * VEC) {
       float v[VEC];
       load(v, x + row + i);
 #pragma unroll
-      for (int e = 0; e < VEC; e++) sum += v[e] * v[e];
+      for (int e = 0; e < VEC; e++) sum += (v[e] - mean) * (v[e] - mean);
     }
     scale = rsqrtf(block_sum(sum) / (end - begin) + eps);
   }
@@ -33,7 +43,7 @@ __device__ __forceinline__ void rms_norm(const T* x, const G* weight, const T* r
     if (residual) load(r, residual + row + i);
 #pragma unroll
     for (int e = 0; e < VEC; e++) {
-      if (weight) v[e] *= scale * g[e];
+      if (weight) v[e] = (v[e] - mean) * (scale * g[e]);
       if (residual) v[e] += r[e];
     }
     store(y + row + i, v);

@@ -25,20 +25,27 @@ from qrun.quantization import Quantization
 
 
 def rms_norm(
-    x: mx.array, weight: mx.array, eps: float, residual: mx.array | None = None
+    x: mx.array,
+    weight: mx.array,
+    eps: float,
+    residual: mx.array | None = None,
+    centered: bool = False,
 ) -> mx.array:
-    return launch(_rms_norm_recipe, {"x": x, "weight": weight, "residual": residual}, eps)[0]
+    inputs = {"x": x, "weight": weight, "residual": residual}
+    return launch(_rms_norm_recipe, inputs, eps, centered)[0]
 
 
-def _rms_norm_recipe(eps: float, *, x: mx.array, residual: mx.array | None, **_: object) -> Recipe:
+def _rms_norm_recipe(
+    eps: float, centered: bool, *, x: mx.array, residual: mx.array | None, **_: object
+) -> Recipe:
     rows, k = x.shape
     vec = 8 if k % 8 == 0 else 1
     return Recipe(
         "rms_norm/rms_norm.cuh",
-        f"qrun::rms_norm<VEC>(x, weight, {pointer('residual', residual, 'T')}, y, {literal(eps)}, "
-        "x_shape[1], 0, x_shape[1]);",
+        f"qrun::rms_norm<VEC, CENTERED>(x, weight, {pointer('residual', residual, 'T')}, y, "
+        f"{literal(eps)}, x_shape[1], 0, x_shape[1]);",
         {"y": (x.shape, x.dtype)},
-        {"T": x.dtype, "VEC": vec},
+        {"T": x.dtype, "VEC": vec, "CENTERED": centered},
         (rows, 1, 1),
         Shape(min(1024, ceil_div(ceil_div(k, vec), 32) * 32)),
     )
@@ -55,8 +62,8 @@ def _rms_norm_parts_recipe(eps: float, *, x: mx.array, **weights: mx.array) -> R
     ends = [0, *accumulate(w.size for w in weights.values()), k]
     vec = 8 if all(end % 8 == 0 for end in ends) else 1
     parts = "".join(
-        f"if (blockIdx.y == {i}) qrun::rms_norm<VEC>(x, {weight}, static_cast<const T*>(nullptr), "
-        f"y, {literal(eps)}, {k}, {ends[i]}, {ends[i + 1]});\n  "
+        f"if (blockIdx.y == {i}) qrun::rms_norm<VEC, false>(x, {weight}, "
+        f"static_cast<const T*>(nullptr), y, {literal(eps)}, {k}, {ends[i]}, {ends[i + 1]});\n  "
         for i, weight in enumerate([*weights, "static_cast<const float*>(nullptr)"])
     )
     widest = max(b - a for a, b in pairwise(ends))

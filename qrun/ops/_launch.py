@@ -58,7 +58,7 @@ class Backend(Protocol):
     rope: Callable[..., tuple[mx.array, mx.array, mx.array]]
     # rope and sdpa of one new token as one kernel, which may answer None; None: there is none.
     attend: Callable[..., tuple[mx.array, mx.array, mx.array] | None] | None
-    rms_norm: Callable[[mx.array, mx.array, float, mx.array | None], mx.array]
+    rms_norm: Callable[[mx.array, mx.array, float, mx.array | None, bool], mx.array]
     rms_norm_parts: Callable[[mx.array, Sequence[mx.array], float], mx.array] | None
     embedding: Callable[..., mx.array]
     swiglu: Callable[[mx.array], mx.array]

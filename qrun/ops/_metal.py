@@ -178,11 +178,12 @@ def rms_norm(
     weight: mx.array,
     eps: float,
     residual: mx.array | None = None,
+    centered: bool = False,
     *,
     run: Run = launch,
 ) -> mx.array:
     """x (..., K)."""
-    (y,) = run(rms_norm_call(mx.reshape(x, (-1, x.shape[-1])), weight, eps))
+    (y,) = run(rms_norm_call(mx.reshape(x, (-1, x.shape[-1])), weight, eps, centered))
     y = mx.reshape(y, x.shape)
     return y if residual is None else residual + y
 

@@ -162,14 +162,14 @@ rope<T, W, D, R, NORM>(qkv, k_cache, v_cache, offset, table, {
     )
 
 
-def rms_norm_call(x: mx.array, weight: mx.array, eps: float) -> Call:
+def rms_norm_call(x: mx.array, weight: mx.array, eps: float, centered: bool) -> Call:
     """x (M, K), K >= 8."""
     count, k = x.shape
     wide = 4 if k % 4 == 0 else 1
     threads = min(geometry.NORM_THREADS, 32 * ceil_div(k, 32 * wide))
     source = f"""
-threadgroup float shared[THREADS / 32];
-rms_norm<THREADS, WIDE>(x, weight, {literal(eps)}, y, x_shape[1], shared,
+threadgroup float shared[2 * (THREADS / 32)];
+rms_norm<THREADS, WIDE, CENTERED>(x, weight, {literal(eps)}, y, x_shape[1], shared,
     threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
     return call(
@@ -178,7 +178,7 @@ rms_norm<THREADS, WIDE>(x, weight, {literal(eps)}, y, x_shape[1], shared,
         source,
         {"x": x, "weight": weight},
         {"y": ((count, k), x.dtype)},
-        {"THREADS": threads, "WIDE": wide},
+        {"THREADS": threads, "WIDE": wide, "CENTERED": centered},
         (count * threads, 1, 1),
         threads,
     )

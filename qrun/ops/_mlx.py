@@ -165,9 +165,16 @@ GATES: dict[str, Callable[[mx.array], mx.array]] = {"swiglu": mx.sigmoid, "geglu
 
 
 def rms_norm(
-    x: mx.array, weight: mx.array, eps: float, residual: mx.array | None = None
+    x: mx.array,
+    weight: mx.array,
+    eps: float,
+    residual: mx.array | None = None,
+    centered: bool = False,
 ) -> mx.array:
-    y = mx.fast.rms_norm(x.astype(mx.float32), weight.astype(mx.float32), eps)
+    h = x.astype(mx.float32)
+    if centered:
+        h = h - h.mean(axis=-1, keepdims=True)
+    y = mx.fast.rms_norm(h, weight.astype(mx.float32), eps)
     return (y if residual is None else y + residual).astype(x.dtype)
 
 

@@ -14,11 +14,17 @@ from qrun.ops._shapes import check_dtype, check_shape
 
 
 def rms_norm(
-    x: mx.array, weight: mx.array, eps: float, *, residual: mx.array | None = None
+    x: mx.array,
+    weight: mx.array,
+    eps: float,
+    *,
+    residual: mx.array | None = None,
+    centered: bool = False,
 ) -> mx.array:
     """x (M, K), weight (K,) -> (M, K) in x's dtype; float32 inside, rounded once.
 
     residual (M, K): added behind, where a backend does not fuse it with one rounding more.
+    centered: the norm of x - mean(x), which is a layer norm (Ba et al., 2016).
     """
     check_dtype("rms_norm", "x", x)
     axes = check_shape("rms_norm", "x", x, "M K")
@@ -26,7 +32,7 @@ def rms_norm(
     if residual is not None:
         check_shape("rms_norm", "residual", residual, "M K", M=axes["M"], K=axes["K"])
         check_dtype("rms_norm", "residual", residual, x.dtype)
-    return _launch.backend().rms_norm(x, weight, eps, residual)
+    return _launch.backend().rms_norm(x, weight, eps, residual, centered)
 
 
 def rms_norm_parts(x: mx.array, weights: Sequence[mx.array], eps: float) -> mx.array:
@@ -51,9 +57,11 @@ def rms_norm_ref(
     weight: npt.NDArray[Any],
     eps: float,
     residual: npt.NDArray[Any] | None = None,
+    centered: bool = False,
 ) -> npt.NDArray[np.float64]:
     """The same in float64."""
     h = x.astype(np.float64)
+    h = h - h.mean(-1, keepdims=True) if centered else h
     y = h / np.sqrt((h * h).mean(-1, keepdims=True) + eps) * weight.astype(np.float64)
     return y if residual is None else y + residual.astype(np.float64)
 

@@ -101,8 +101,9 @@ def _rest() -> None:
     bf16, f16 = mx.bfloat16, mx.float16
     offset = mx.zeros(1, mx.int32)
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
-        _cuda.rms_norm(mx.zeros((1, 64), dtype), mx.zeros(64, dtype), 1e-5)
-        _cuda.rms_norm(mx.zeros((1, 63), dtype), mx.zeros(63, dtype), 1e-5)
+        for k in (64, 63):
+            _cuda.rms_norm(mx.zeros((1, k), dtype), mx.zeros(k, dtype), 1e-5)
+            _cuda.rms_norm(mx.zeros((1, k), dtype), mx.zeros(k, dtype), 1e-5, centered=True)
         _cuda.swiglu(mx.zeros((1, 64), dtype))
         _cuda.argmax(mx.zeros((1, 64), dtype), 64)
         for d in (20, 64, 80, 96, 128, 256):

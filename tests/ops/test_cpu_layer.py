@@ -20,13 +20,15 @@ def offset(n: int) -> mx.array:
     return mx.array([n], dtype=mx.int32)
 
 
+@pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (2, 5, 576), (40, 1024)])
-def test_rms_norm(isa: str, dtype: str, shape: tuple) -> None:
+def test_rms_norm(isa: str, dtype: str, shape: tuple, centered: bool) -> None:
     rng = np.random.default_rng(1)
     x, weight = random(rng, *shape, dtype=dtype), random(rng, shape[-1])
-    want = ref.rms_norm(ref.f64(x), ref.f64(weight), 1e-5)
-    got = ext.rms_norm(x, weight, 1e-5)
+    h = ref.f64(x)
+    want = ref.rms_norm(h - centered * h.mean(-1, keepdims=True), ref.f64(weight), 1e-5)
+    got = ext.rms_norm(x, weight, 1e-5, centered=centered)
     assert got.dtype == x.dtype
     assert np.abs(ref.f64(got) - want).max() <= 2 * ref.ulp(float(np.abs(want).max()), dtype)
 

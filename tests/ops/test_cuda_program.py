@@ -44,7 +44,7 @@ def test_a_step_is_launches_of_ours_only(
 
 
 @pytest.mark.parametrize(
-    "case", ["mixtral", "qwen3_moe", "gemma2", "gemma3_text", "olmo2", "granite"]
+    "case", ["mixtral", "qwen3_moe", "gemma2", "gemma3_text", "olmo2", "granite", "cohere2"]
 )
 def test_a_step_of_other_architectures_is_recorded(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

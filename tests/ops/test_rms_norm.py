@@ -29,10 +29,28 @@ def test_equals_float64_to_one_rounding(backend: Any, rows: int, k: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_residual_is_added_behind(backend: Any, dtype: str) -> None:
+@pytest.mark.parametrize("k", [1, 3, 15, 64, 70, 576, 4864])
+@pytest.mark.parametrize("mean", [0, 1000])
+def test_centered_is_a_layer_norm(backend: Any, mean: int, k: int, dtype: str) -> None:
+    """A mean of 1000 deviations: mean(x^2) - mean(x)^2 would be off by a tenth of the variance."""
+    x = (inputs(3, k, "float32") + mean).astype(DTYPES[dtype])
+    weight = inputs(1, k, "float32", 1)[0]
+    y = rms_norm(x, weight, 1e-5, centered=True)
+    want = rms_norm_ref(f64(x), f64(weight), 1e-5, centered=True)
+    assert y.dtype == x.dtype
+    # As above, and the roundings of the mean's sum, which the norm makes larger.
+    steps, size, most = 4 + k**0.5 / 4, np.abs(want).max(), np.abs(f64(weight)).max()
+    shift = steps * ulp(np.abs(f64(x)).max(), "float32") / np.sqrt(f64(x).var(-1).min() + 1e-5)
+    bound = ulp(size, dtype) / 2 + steps * ulp(size, "float32") + shift * most
+    assert np.abs(f64(y) - want).max() <= bound
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_residual_is_added_behind(backend: Any, dtype: str, centered: bool) -> None:
     x, weight, residual = inputs(3, 70, dtype), inputs(1, 70, "float32", 1)[0], inputs(3, 70, dtype)
-    y = rms_norm(x, weight, 1e-5, residual=residual)
-    want = rms_norm_ref(f64(x), f64(weight), 1e-5, f64(residual))
+    y = rms_norm(x, weight, 1e-5, residual=residual, centered=centered)
+    want = rms_norm_ref(f64(x), f64(weight), 1e-5, f64(residual), centered)
     assert y.dtype == x.dtype
     size = np.abs(want).max()  # rounded once where it is fused, else twice
     assert np.abs(f64(y) - want).max() <= ulp(size, dtype) + 8 * ulp(size, "float32")
