@@ -1,8 +1,12 @@
 """Launching one function of kernels/: every CUDA kernel of qrun goes through `launch`.
 
+    op --recipe, asked once--> plan --runner--> results
+
+A prompt is hundreds of launches, asked for one by one while the GPU waits. So what depends on no
+more than shapes, dtypes and numbers is worked out once: an op gives a function for it, a recipe.
 A kernel is a translation unit of an `#include` and one call. It is compiled once and kept on disk
 (_cuda_compile.py). Who runs it can be exchanged: MLX, op by op, or a program that records a whole
-step (_cuda_program.py), or a test.
+step (_cuda_program.py), or whoever launches a prompt (_cuda_direct.py), or a test.
 """
 
 from __future__ import annotations
@@ -156,7 +160,7 @@ def launch(
     recipe: Callable[..., Recipe], inputs: dict[str, mx.array | None], *fixed: Hashable
 ) -> list[mx.array]:
     """Run recipe(*fixed, **inputs), which may look at no more of an input than shape and dtype:
-    it is asked once for all that are alike, since a prompt's launches must cost little.
+    it is asked once for all that are alike.
 
     inputs: in the order of the kernel's parameters; None is left out, and the source says nullptr.
     """
