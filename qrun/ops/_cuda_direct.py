@@ -32,6 +32,7 @@ from qrun.ops._cuda_program import (
 from qrun.ops._launch import Arrays, Step, enqueued
 
 LEAST = 1 << 25  # bytes that memory grows by
+SPARE = 1 << 16  # and some more: many results are a power of two, with small ones beside them
 
 
 class _NewKernelError(Exception):
@@ -46,7 +47,7 @@ class _Memory:
         self._parts: dict[int, mx.array] = {}  # by address
 
     def _more(self, size: int) -> tuple[int, int]:
-        size = max(size, LEAST, sum(part.nbytes for part in self._parts.values()))
+        size = max(size, LEAST, sum(part.nbytes for part in self._parts.values())) + SPARE
         part = mx.zeros(size, mx.uint8)
         (address,) = addresses([part])
         self._parts[address] = part
@@ -75,7 +76,7 @@ class _Lent(Block):
 
     def __init__(self, size: int) -> None:
         self._room = memory().room
-        super().__init__(size, self._room.take(size))
+        self.size, self.address = size, self._room.take(size)
 
     def __del__(self) -> None:
         self._room.give(self.address, self.size)

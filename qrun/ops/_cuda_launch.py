@@ -70,6 +70,8 @@ class Kernel:
         return compiled(self.text)
 
 
+COMPANION = 4096  # bytes of a result at most that need no memory of their own
+
 Output = tuple[tuple[int, ...], mx.Dtype]
 Grid = tuple[int, int, int]
 
@@ -89,14 +91,17 @@ class Recipe(NamedTuple):
 
 
 class Outputs:
-    """What a launch makes, and how it lies in one block of memory."""
+    """What a launch makes, and how it lies in blocks of memory: the small with what is in front."""
 
     def __init__(self, outputs: Sequence[Output]) -> None:
-        self.places: list[tuple[tuple[int, ...], mx.Dtype, int]] = []  # start: in bytes
-        self.size = 0
+        self.blocks: list[int] = []  # their sizes
+        self.places: list[tuple[tuple[int, ...], mx.Dtype, int, int]] = []  # which block, and where
         for shape, dtype in outputs:
-            self.places.append((shape, dtype, self.size))
-            self.size += aligned(prod(shape) * dtype.size)
+            size = aligned(prod(shape) * dtype.size)
+            if not self.blocks or size > COMPANION:
+                self.blocks.append(0)
+            self.places.append((shape, dtype, len(self.blocks) - 1, self.blocks[-1]))
+            self.blocks[-1] += size
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +133,8 @@ def by_mlx(plan: Plan, inputs: list[mx.array]) -> list[mx.array]:
         name=kernel.name,
         compiled_source=kernel.cubin,
         inputs=inputs,
-        output_shapes=[shape for shape, _, _ in plan.outputs.places],
-        output_dtypes=[dtype for _, dtype, _ in plan.outputs.places],
+        output_shapes=[shape for shape, *_ in plan.outputs.places],
+        output_dtypes=[dtype for _, dtype, *_ in plan.outputs.places],
         scalars=cast(Any, plan.numbers),
         grid=(grid[0] * threads, grid[1], grid[2]),
         threadgroup=(threads, 1, 1),

@@ -36,7 +36,7 @@ class NotRecordableError(Exception):
 
 
 class Block:
-    """Memory for the results of one launch; address 0 as long as nobody knows."""
+    """Memory for results of one launch; address 0 as long as nobody knows."""
 
     __slots__ = ("address", "size")
 
@@ -86,9 +86,9 @@ class Slot:
 
 
 def new_slots(outputs: Outputs, block: Callable[[int], Block] = Block) -> list[Slot]:
-    """Places for what a launch makes, in a block of their own."""
-    held = block(outputs.size)
-    return [Slot(shape, dtype, held, start) for shape, dtype, start in outputs.places]
+    """Places for what a launch makes, in blocks of their own."""
+    blocks = [block(size) for size in outputs.blocks]
+    return [Slot(shape, dtype, blocks[i], start) for shape, dtype, i, start in outputs.places]
 
 
 def new_slot(a: mx.array, block: Callable[[int], Block] = Block) -> Slot:
