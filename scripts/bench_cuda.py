@@ -54,7 +54,7 @@ class Recording:
         """A runner that only takes notes."""
         kernel, made = (
             plan.kernel,
-            [mx.zeros(shape, dtype) for shape, dtype, *_ in plan.outputs.places],
+            [mx.zeros(shape, dtype) for shape, dtype in plan.outputs],
         )
         names = re.findall(r"\* (\w+)[,)]", kernel.text.split("{", 1)[0])
         arguments = [

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from qrun.ops._cuda_launch import Kernel, Outputs, Plan, Shape, by_mlx
+from qrun.ops._cuda_launch import Kernel, Plan, Shape, by_mlx
 from qrun.ops._launch import Arrays
 
 AT_ONCE = 128  # arrays whose addresses one kernel writes down
@@ -76,7 +76,7 @@ def _asked(arrays: Arrays) -> list[int]:
         + "}\n"
     )
     kernel = Kernel("addresses", "qrun_addresses", text, Shape(1))
-    plan = Plan(kernel, AT_ONCE, Outputs([((AT_ONCE,), mx.uint64)]), [], (1, 1, 1))
+    plan = Plan(kernel, AT_ONCE, [((AT_ONCE,), mx.uint64)], [], (1, 1, 1))
     found: list[int] = []
     for start in range(0, len(arrays), AT_ONCE):
         part = arrays[start : start + AT_ONCE]

@@ -18,21 +18,10 @@ from qrun.ops import _cuda_program as program
 from qrun.ops._cuda_addresses import address_of, addresses
 from qrun.ops._cuda_launch import Plan, run_by
 from qrun.ops._cuda_memory import Room
-from qrun.ops._cuda_program import (
-    SMALL,
-    Block,
-    Mail,
-    Pending,
-    Slot,
-    bytes_of,
-    new_slot,
-    new_slots,
-    record,
-)
+from qrun.ops._cuda_program import SMALL, Block, Mail, Pending, Slot, bytes_of, new_slot, record
 from qrun.ops._launch import Arrays, Step, enqueued
 
 LEAST = 1 << 25  # bytes that memory grows by
-SPARE = 1 << 16  # and some more: many results are a power of two, with small ones beside them
 
 
 class _NewKernelError(Exception):
@@ -47,7 +36,7 @@ class _Memory:
         self._parts: dict[int, mx.array] = {}  # by address
 
     def _more(self, size: int) -> tuple[int, int]:
-        size = max(size, LEAST, sum(part.nbytes for part in self._parts.values())) + SPARE
+        size = max(size, LEAST, sum(part.nbytes for part in self._parts.values()))
         part = mx.zeros(size, mx.uint8)
         (address,) = addresses([part])
         self._parts[address] = part
@@ -98,7 +87,7 @@ class _Direct:
             else:
                 self.held[id(array)] = array
                 pointers.append(address_of(array))
-        made = new_slots(plan.outputs, _Lent)
+        made = [new_slot(shape, dtype, _Lent) for shape, dtype in plan.outputs]
         pointers += [slot.address for slot in made]
         driver.stream().launch(plan, pointers)
         return cast(Arrays, made)
@@ -138,7 +127,7 @@ def _launched(step: Step, inputs: Arrays, state: Arrays) -> Arrays | None:
     mx.eval(state)
     addresses(state)
     mx.synchronize()
-    slots = [new_slot(a, _Lent) for a in inputs]
+    slots = [new_slot(a.shape, a.dtype, _Lent) for a in inputs]
     for slot, value in zip(slots, inputs, strict=True):
         if isinstance(value, Pending):
             driver.on_device(stream, slot.address, value.address, value.nbytes)

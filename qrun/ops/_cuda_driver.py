@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from functools import cache
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from qrun.errors import BackendError
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-SHARED_PERCENT = 44  # 100 of 228 KB on Hopper; what streams through L1 wants the rest
+SM_SHARED = (
+    228 * 1024
+)  # bytes that the blocks of an SM share on Hopper, 1 KB of each is the system's
+SHARED_PERCENT = 44  # 100 KB of them; what streams through L1 wants the rest
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 STREAM_NON_BLOCKING = 1
@@ -119,7 +123,13 @@ def function(kernel: Kernel) -> c_void_p:
         if kernel.shape.shared > 48 * 1024:
             call("cuFuncSetAttribute", found, MAX_DYNAMIC_SHARED, kernel.shape.shared)
         # Kernels can share an SM, and so start early, where they cut its memory alike.
-        call("cuFuncSetAttribute", found, PREFERRED_CARVEOUT, SHARED_PERCENT)
+        needed = kernel.shape.blocks * (kernel.shape.shared + 1024) * 100 / SM_SHARED
+        call(
+            "cuFuncSetAttribute",
+            found,
+            PREFERRED_CARVEOUT,
+            min(100, max(SHARED_PERCENT, ceil(needed))),
+        )
         _functions[kernel.name] = found
     return found
 

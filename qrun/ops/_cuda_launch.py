@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import prod
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
 
 from qrun.ops import _cuda_driver as driver
-from qrun.ops._cuda_memory import aligned
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import Quantization
 
@@ -70,8 +68,6 @@ class Kernel:
         return compiled(self.text)
 
 
-COMPANION = 4096  # bytes of a result at most that need no memory of their own
-
 Output = tuple[tuple[int, ...], mx.Dtype]
 Grid = tuple[int, int, int]
 
@@ -90,36 +86,21 @@ class Recipe(NamedTuple):
     shape: Shape
 
 
-class Outputs:
-    """What a launch makes, and how it lies in blocks of memory: the small with what is in front."""
-
-    def __init__(self, outputs: Sequence[Output]) -> None:
-        self.blocks: list[int] = []  # their sizes
-        self.places: list[tuple[tuple[int, ...], mx.Dtype, int, int]] = []  # which block, and where
-        for shape, dtype in outputs:
-            size = aligned(prod(shape) * dtype.size)
-            if not self.blocks or size > COMPANION:
-                self.blocks.append(0)
-            self.places.append((shape, dtype, len(self.blocks) - 1, self.blocks[-1]))
-            self.blocks[-1] += size
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A launch of which all is known but where its arrays lie. grid: in blocks."""
 
     kernel: Kernel
     inputs: int  # how many
-    outputs: Outputs
+    outputs: list[Output]
     numbers: list[int]
     grid: Grid
 
     @cached_property
     def ready(self) -> driver.Ready:
         """For the driver. The kernel is on the device then."""
-        return driver.Ready(
-            self.kernel, self.grid, self.inputs + len(self.outputs.places), self.numbers
-        )
+        pointers = self.inputs + len(self.outputs)
+        return driver.Ready(self.kernel, self.grid, pointers, self.numbers)
 
 
 Runner = Callable[[Plan, list[mx.array]], list[mx.array]]  # inputs -> results
@@ -133,8 +114,8 @@ def by_mlx(plan: Plan, inputs: list[mx.array]) -> list[mx.array]:
         name=kernel.name,
         compiled_source=kernel.cubin,
         inputs=inputs,
-        output_shapes=[shape for shape, *_ in plan.outputs.places],
-        output_dtypes=[dtype for _, dtype, *_ in plan.outputs.places],
+        output_shapes=[shape for shape, _ in plan.outputs],
+        output_dtypes=[dtype for _, dtype in plan.outputs],
         scalars=cast(Any, plan.numbers),
         grid=(grid[0] * threads, grid[1], grid[2]),
         threadgroup=(threads, 1, 1),
@@ -190,7 +171,7 @@ def _planned(recipe: Recipe, inputs: dict[str, mx.array | None]) -> Plan:
         recipe.shape,
     )
     numbers = [given[name].shape[axis] for name, axis in axes]
-    return Plan(kernel, len(given), Outputs([*recipe.outputs.values()]), numbers, recipe.grid)
+    return Plan(kernel, len(given), [*recipe.outputs.values()], numbers, recipe.grid)
 
 
 @cache

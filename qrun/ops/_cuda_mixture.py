@@ -132,8 +132,8 @@ def _many(
     activation: str | None,
 ) -> mx.array:
     tile = next((t for t in TILES if t.bm >= expert.size / count), TILES[-1])
-    arranged, done = launch(_arrange_recipe, {"x": x, "row": row}, tile, expert.size)
-    inputs = {"arranged": arranged, "done": done, **matrix(m), "expert": expert}
+    (arranged,) = launch(_arrange_recipe, {"x": x, "row": row}, tile, expert.size)
+    inputs = {"arranged": arranged, **matrix(m), "expert": expert}
     return launch(_many_recipe, inputs, tile, count, m.spec.group_size, activation)[0]
 
 
@@ -142,8 +142,8 @@ def _arrange_recipe(tile: WgmmaTile, pairs: int, *, x: mx.array, row: mx.array |
     return Recipe(
         "qmm/qmm_arrange.cuh",
         f"qrun::qmm_arrange(x, {pointer('row', row, 'int')}, static_cast<const float*>(nullptr), "
-        f"0.0f, out, done, 1, x_shape[1], {pm});",
-        {"out": ((runs, 2, pm, 64), x.dtype), "done": ((1,), mx.int32)},
+        f"0.0f, out, x_shape[1], {pm});",
+        {"out": ((runs, 2, pm, 64), x.dtype)},
         {},
         (pairs, 1, 1),
         Shape(min(512, ceil_div(runs * 16, 32) * 32)),
@@ -167,9 +167,9 @@ def _many_recipe(
     constants |= {"STAGES": tile.stages, "AHEAD": tile.ahead}
     return Recipe(
         "qmm/qmm_wgmma.cuh",
-        "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, 1, AHEAD>{arranged, w, scales, biases, nullptr, "
-        f"const_cast<int*>(done), expert_shape[0], w_shape[0] / {count}, w_shape[1] * 8, "
-        f"arranged_shape[2], expert}}.run({epilogue});",
+        "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, 1, AHEAD>{arranged, w, scales, biases, "
+        f"expert_shape[0], w_shape[0] / {count}, w_shape[1] * 8, arranged_shape[2], expert}}"
+        f".run({epilogue});",
         {"y": ((pairs, n if activation is None else n // 2), arranged.dtype)},
         constants,
         (pm // tile.bm + count, ceil_div(n, tile.bn), 1),

@@ -12,6 +12,7 @@ from qrun.ops._cuda_launch import (
     Constant,
     Recipe,
     Shape,
+    alone,
     ceil_div,
     launch,
     literal,
@@ -266,8 +267,10 @@ def _qmm(
     scale: float,
 ) -> mx.array:
     if isinstance(tile, WgmmaTile):
-        arranged, done = _arrange(x, norm, tile, m.n)
-        return _qmm_wgmma(arranged, done, x, m, tile, bias, residual, activation, scale)
+        if not alone():
+            tile = tile._replace(splits=1)  # they are a cluster
+        arranged = _arrange(x, norm, tile)
+        return _qmm_wgmma(arranged, x, m, tile, bias, residual, activation, scale)
     prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
     return _qmm_mma(prepared, sums, m, tile, bias, residual, activation, scale)
 
@@ -294,23 +297,20 @@ def _prepare_recipe(
     )
 
 
-def _arrange(x: mx.array, norm: Norm | None, tile: WgmmaTile, n: int) -> list[mx.array]:
-    """x normed and arranged for wgmma, (runs of 128 k, 2, M up to bms, 64); a zero a tile."""
+def _arrange(x: mx.array, norm: Norm | None, tile: WgmmaTile) -> mx.array:
+    """x normed and arranged for wgmma, (runs of 128 k, 2, M up to bms, 64)."""
     weight, eps = norm or (None, 0.0)
-    return launch(_arrange_recipe, {"x": x, "norm": weight}, tile, n, eps)
+    return launch(_arrange_recipe, {"x": x, "norm": weight}, tile.bm, eps)[0]
 
 
-def _arrange_recipe(
-    tile: WgmmaTile, n: int, eps: float, *, x: mx.array, norm: mx.array | None
-) -> Recipe:
+def _arrange_recipe(bm: int, eps: float, *, x: mx.array, norm: mx.array | None) -> Recipe:
     rows, k = x.shape
-    runs, pm = ceil_div(k, 128), ceil_div(rows, tile.bm) * tile.bm
-    tiles = ceil_div(rows, tile.bm) * ceil_div(n, tile.bn) if tile.splits > 1 else 1
+    runs, pm = ceil_div(k, 128), ceil_div(rows, bm) * bm
     return Recipe(
         "qmm/qmm_arrange.cuh",
-        f"qrun::qmm_arrange(x, nullptr, {pointer('norm', norm, 'G')}, {literal(eps)}, out, done, "
-        f"{tiles}, x_shape[1], (x_shape[0] + {tile.bm - 1}) / {tile.bm} * {tile.bm});",
-        {"out": ((runs, 2, pm, 64), x.dtype), "done": ((tiles,), mx.int32)},
+        f"qrun::qmm_arrange(x, nullptr, {pointer('norm', norm, 'G')}, {literal(eps)}, out, "
+        f"x_shape[1], (x_shape[0] + {bm - 1}) / {bm} * {bm});",
+        {"out": ((runs, 2, pm, 64), x.dtype)},
         {"G": mx.float32 if norm is None else norm.dtype},
         (rows, 1, 1),
         Shape(min(512, ceil_div(runs * 16, 32) * 32)),
@@ -362,7 +362,6 @@ def _mma_recipe(
 
 def _qmm_wgmma(
     arranged: mx.array,
-    done: mx.array,
     x: mx.array,  # for its number of rows
     m: QuantizedMatrix,
     tile: WgmmaTile,
@@ -371,8 +370,7 @@ def _qmm_wgmma(
     activation: str | None,
     scale: float,
 ) -> mx.array:
-    inputs = {"x": x, "arranged": arranged, "done": done, **matrix(m)}
-    inputs |= {"bias": bias, "residual": residual}
+    inputs = {"x": x, "arranged": arranged, **matrix(m), "bias": bias, "residual": residual}
     return launch(_wgmma_recipe, inputs, tile, m.spec.group_size, activation, scale)[0]
 
 
@@ -389,21 +387,15 @@ def _wgmma_recipe(
     **_: object,
 ) -> Recipe:
     rows, n = x.shape[0], w.shape[0]
-    across, along = ceil_div(rows, tile.bm), ceil_div(n, tile.bn)
     epilogue, constants = epilogue_of(bias, residual, activation, scale)
     constants |= {"T": x.dtype, "GROUP": group, "BM": tile.bm, "WN": tile.wn}
     constants |= {"STAGES": tile.stages, "SPLITS": tile.splits, "AHEAD": tile.ahead}
-    sums = across * along * tile.splits * tile.bm * tile.bn if tile.splits > 1 else 4
     return Recipe(
         "qmm/qmm_wgmma.cuh",
         "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, SPLITS, AHEAD>{arranged, w, scales, biases, "
-        "reinterpret_cast<float4*>(parts), const_cast<int*>(done), x_shape[0], w_shape[0], "
-        f"w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
-        {
-            "y": ((rows, n if activation is None else n // 2), x.dtype),
-            "parts": ((sums,), mx.float32),
-        },
+        f"x_shape[0], w_shape[0], w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
+        {"y": ((rows, n if activation is None else n // 2), x.dtype)},
         constants,
-        (across, along, tile.splits),
-        Shape(128 * tile.wn, tile.blocks, tile.shared),
+        (ceil_div(rows, tile.bm) * tile.splits, ceil_div(n, tile.bn), 1),
+        Shape(128 * tile.wn, tile.blocks, tile.shared, tile.splits),
     )

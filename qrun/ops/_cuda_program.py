@@ -23,8 +23,8 @@ import numpy as np
 from qrun.ops import _cuda_driver as driver
 from qrun.ops._cuda_addresses import addresses
 from qrun.ops._cuda_compile import compile_all
-from qrun.ops._cuda_launch import Outputs, Plan, run_by
-from qrun.ops._cuda_memory import ENDLESS, Room
+from qrun.ops._cuda_launch import Plan, run_by
+from qrun.ops._cuda_memory import ENDLESS, Room, aligned
 from qrun.ops._launch import Arrays, Step, enqueued
 
 SMALL = 64  # outputs of up to as many bytes are wanted by the host
@@ -36,7 +36,7 @@ class NotRecordableError(Exception):
 
 
 class Block:
-    """Memory for results of one launch; address 0 as long as nobody knows."""
+    """Memory for one result of a launch; address 0 as long as nobody knows."""
 
     __slots__ = ("address", "size")
 
@@ -85,15 +85,11 @@ class Slot:
         raise NotRecordableError(name)
 
 
-def new_slots(outputs: Outputs, block: Callable[[int], Block] = Block) -> list[Slot]:
-    """Places for what a launch makes, in blocks of their own."""
-    blocks = [block(size) for size in outputs.blocks]
-    return [Slot(shape, dtype, blocks[i], start) for shape, dtype, i, start in outputs.places]
-
-
-def new_slot(a: mx.array, block: Callable[[int], Block] = Block) -> Slot:
-    """The same for something like an array."""
-    return new_slots(Outputs([(a.shape, a.dtype)]), block)[0]
+def new_slot(
+    shape: tuple[int, ...], dtype: mx.Dtype, block: Callable[[int], Block] = Block
+) -> Slot:
+    """A place of that shape at the start of a block of its own."""
+    return Slot(shape, dtype, block(aligned(prod(shape) * dtype.size)))
 
 
 NOT_RECORDABLE = (NotRecordableError, TypeError, ValueError)  # the latter: how MLX refuses a Slot
@@ -115,7 +111,7 @@ class Tape:
 
     def run(self, plan: Plan, inputs: Arrays) -> Arrays:
         """A runner of _cuda_launch.py that only takes notes."""
-        made = new_slots(plan.outputs)
+        made = [new_slot(shape, dtype) for shape, dtype in plan.outputs]
         self.launches.append(_Launch(plan, [*inputs, *made]))
         return cast(Arrays, made)
 
@@ -176,7 +172,7 @@ def traced(step: Step) -> Step:
 def record(step: Step, inputs: Arrays, state: Arrays) -> Tape | None:
     """What the step launches; None if it does something else with its arrays."""
     tape = Tape()
-    tape.inputs = [new_slot(a) for a in inputs]
+    tape.inputs = [new_slot(a.shape, a.dtype) for a in inputs]
     try:
         with run_by(tape.run):
             outputs, _ = step(cast(Arrays, tape.inputs), state)
