@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from qrun.errors import BackendError
 
 if TYPE_CHECKING:
-    from qrun.ops._cuda_launch import Kernel
+    from qrun.ops._cuda_launch import Kernel, Plan
 
 COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
@@ -30,6 +30,11 @@ STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
 PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+# Whether a kernel may start while the one before still runs (programmatic dependent launch). It
+# must then wait by itself before it touches what that one writes or reads.
+EARLY = True
 
 
 class _Attribute(ctypes.Structure):
@@ -129,6 +134,22 @@ def function(kernel: Kernel) -> c_void_p:
     return found
 
 
+class Ready:
+    """A kernel with all of its launch but the pointers: ctypes takes longer to make such things
+    than to fill them in. One thread launches.
+    """
+
+    def __init__(self, kernel: Kernel, grid: Sequence[int], pointers: int, numbers: Sequence[int]):
+        shape, count = kernel.shape, pointers + len(numbers)
+        # An int takes the lower half of its eight bytes.
+        self.values = (c_uint64 * count)(*[0] * pointers, *numbers)
+        at = ctypes.addressof(self.values)
+        addresses = (c_void_p * count)(*range(at, at + 8 * count, 8))
+        early = int(EARLY)
+        self.config = _Config(grid, (shape.threads, 1, 1), shape.shared, None, _EARLY, early)
+        self.arguments = byref(self.config), function(kernel), addresses, None
+
+
 class Stream:
     """A stream of our own; work on it is not ordered against MLX's but by waiting."""
 
@@ -145,29 +166,12 @@ class Stream:
         """Free it."""
         call("cuStreamDestroy_v2", self.handle)
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: tuple[int, int, int],
-        pointers: Sequence[int],
-        numbers: Sequence[int],
-        *,
-        early: bool,
-    ) -> None:
-        """One kernel; its arguments are device pointers, then ints.
-
-        early: it may start while the one before still runs (programmatic dependent launch); it
-        must then wait by itself before it touches what that one writes or reads.
-        """
-        shape, count = kernel.shape, len(pointers) + len(numbers)
-        # An int takes the lower half of its eight bytes.
-        values = (c_uint64 * count)(*pointers, *numbers)
-        at = ctypes.addressof(values)
-        addresses = (c_void_p * count)(*range(at, at + 8 * count, 8))
-        config = _Config(
-            grid, (shape.threads, 1, 1), shape.shared, self.handle, _EARLY, int(early)
-        )  # fmt: skip
-        call("cuLaunchKernelEx", byref(config), function(kernel), addresses, None)
+    def launch(self, plan: Plan, pointers: Sequence[int]) -> None:
+        """One kernel; its arguments are device pointers, then ints."""
+        ready = plan.ready
+        ready.config.stream = self.handle
+        ready.values[: len(pointers)] = pointers
+        call("cuLaunchKernelEx", *ready.arguments)
 
 
 @cache
