@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from qrun.ops import _cuda_attend, _cuda_mixture, _cuda_product, _cuda_rows, _cuda_tiles
-from qrun.ops._cuda_launch import TYPES, Kernel, Output, ceil_div, run_by
+from qrun.ops._cuda_launch import TYPES, Plan, ceil_div, run_by
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import Quantization
 
@@ -50,27 +50,23 @@ class Recording:
             self.arrays[wanted] = array
         return self.names[id(array)]
 
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: list[mx.array],
-        numbers: list[int],
-        outputs: list[Output],
-        grid: tuple[int, int, int],
-    ) -> list[mx.array]:
+    def run(self, plan: Plan, inputs: list[mx.array]) -> list[mx.array]:
         """A runner that only takes notes."""
-        made = [mx.zeros(shape, dtype) for shape, dtype in outputs]
+        kernel, made = (
+            plan.kernel,
+            [mx.zeros(shape, dtype) for shape, dtype in plan.outputs],
+        )
         names = re.findall(r"\* (\w+)[,)]", kernel.text.split("{", 1)[0])
         arguments = [
             f'b.get<{TYPES[array.dtype]}>("{self.name(array, name)}")'
             for name, array in zip(names, [*inputs, *made], strict=True)
         ]
-        arguments += map(str, numbers)
+        arguments += map(str, plan.numbers)
         if kernel.text not in self.kernels:
             self.kernels.append(kernel.text)
         shared = kernel.shape.shared
         self.launches.append(
-            f"launch({kernel.name}, dim3{grid}, {kernel.shape.threads}, {shared}, stream, "
+            f"launch({kernel.name}, dim3{plan.grid}, {kernel.shape.threads}, {shared}, stream, "
             f"{', '.join(arguments)});"
         )
         return made

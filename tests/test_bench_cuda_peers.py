@@ -108,7 +108,7 @@ def test_qrun_records_one_product_a_launch(small: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(_cuda_product, "generation", lambda: 9)
     matrix = small.Matrix(64, 128)
     library = small.qrun([(matrix, 1), (matrix, 300)])
-    assert [one.kernel.label.split()[0] for one in tapes[0].launches] == [
+    assert [one.plan.kernel.label.split()[0] for one in tapes[0].launches] == [
         "qmv",
         "qmm_arrange",
         "qmm_wgmma",

@@ -168,6 +168,16 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// From this address of shared memory in the block of that rank in the cluster.
+__device__ __forceinline__ float cluster_load(const float* shared, int rank) {
+  float v;
+  asm volatile(
+      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.f32 %0, [at]; }"
+      : "=f"(v)
+      : "r"(shared_address(shared)), "r"(rank));
+  return v;
+}
+
 // To this address of shared memory in the block of that rank in the cluster.
 __device__ __forceinline__ void cluster_store(float* shared, int rank, float v) {
   asm volatile(

@@ -36,6 +36,9 @@ __device__ __forceinline__ unsigned pack<f16>(float a, float b) {
          __half_as_ushort(__float2half_rn(a));
 }
 
+__device__ __forceinline__ unsigned twice(bf16 v) { return __byte_perm(__bfloat16_as_ushort(v), 0, 0x1010); }
+__device__ __forceinline__ unsigned twice(f16 v) { return __byte_perm(__half_as_ushort(v), 0, 0x1010); }
+
 template <typename T>
 __device__ __forceinline__ float2 unpack(unsigned v);
 template <>

@@ -6,10 +6,11 @@
 namespace qrun {
 
 // Operand b: rows of 64 16-bit elements at `p` in shared memory (a multiple of 1024 bytes), chunk c of 16
-// bytes of row r at c ^ r % 8: the 128-byte swizzle. Step s of 16 k begins 32 bytes further each.
-__device__ __forceinline__ unsigned long long wgmma_rows(const void* p, int s) {
+// bytes of row r at c ^ r % 8: the 128-byte swizzle. What lies i bytes further is wgmma_rows(p) + i / 16, an
+// addition: uniform registers are slow to compute in, and the tensor cores would wait.
+__device__ __forceinline__ unsigned long long wgmma_rows(const void* p) {
   constexpr unsigned long long swizzle = 1ull << 62, eight_rows = 64ull << 32, unused = 1ull << 16;
-  return swizzle | eight_rows | unused | ((shared_address(p) + s * 32) & 0x3ffff) >> 4;
+  return swizzle | eight_rows | unused | (shared_address(p) & 0x3ffff) >> 4;
 }
 
 // Registers that the tensor cores will read or write are ready.

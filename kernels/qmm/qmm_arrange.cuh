@@ -17,16 +17,13 @@
 
 namespace qrun {
 
-// x (M, K), weight (K,) or null -> out. source (M,) or null: row m comes from row source[m] of x. done
-// (tiles,) becomes zeros, for qmm_wgmma to count with. K is a multiple of 32; zeros behind it. Rows behind
-// M stay as they are. Grid: M blocks; whole warps.
+// x (M, K), weight (K,) or null -> out. source (M,) or null: row m comes from row source[m] of x. K is a
+// multiple of 32; zeros behind it. Rows behind M stay as they are. Grid: M blocks; whole warps.
 template <typename T, typename G>
 __device__ __forceinline__ void qmm_arrange(const T* x, const int* source, const G* weight, float eps,
-                                            T* out, int* done, int tiles, int k, int pm) {
+                                            T* out, int k, int pm) {
   start_next_kernel();
   wait_for_previous_kernel();
-  if (blockIdx.x == 0)
-    for (int i = threadIdx.x; i < tiles; i += blockDim.x) done[i] = 0;
   const int m = blockIdx.x, t = threadIdx.x % 4;
   x += static_cast<long long>(source ? source[m] : m) * k;
   float rms = 1;

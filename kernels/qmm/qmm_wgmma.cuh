@@ -18,8 +18,8 @@
 // rows a block computes all and writes those of its own matrix: block i < tiles takes the matrix of the
 // tile's first row, block tiles + e takes matrix e, if its first row lies within a tile.
 //
-// Where the tiles are fewer than the SMs, SPLITS blocks share the runs of a tile. Each leaves its sums in
-// memory, as they lie in its registers; the one that comes last adds all of them up, in their order.
+// Where the tiles are fewer than the SMs, the SPLITS blocks of a cluster share the runs of a tile. Each leaves
+// its sums in its shared memory and adds up its share of the tile over all of them, in their order.
 #pragma once
 
 #include "../common/epilogue.cuh"
@@ -39,10 +39,10 @@ struct Decode<bf16> {
   unsigned even, odd, bias;  // two equal halves each
 
   __device__ __forceinline__ void set(bf16 scale, bf16 b) {
-    const float s = to_float(scale), c = to_float(b) * 0x1p-64f;
-    even = pack<bf16>(s * 0x1p69f, s * 0x1p69f);
-    odd = pack<bf16>(s * 0x1p65f, s * 0x1p65f);
-    bias = pack<bf16>(c, c);
+    constexpr unsigned two_69 = 0x62006200u, two_65 = 0x60006000u, two_m64 = 0x1f801f80u, none = 0x80008000u;
+    even = fma_pair(twice(scale), two_69, none, bf16());
+    odd = fma_pair(twice(scale), two_65, none, bf16());
+    bias = fma_pair(twice(b), two_m64, none, bf16());
   }
   __device__ __forceinline__ unsigned low(unsigned w) const { return fma_pair(w & 0x000f000fu, even, bias, bf16()); }
   __device__ __forceinline__ unsigned high(unsigned w) const { return fma_pair(w & 0x00f000f0u, odd, bias, bf16()); }
@@ -53,10 +53,7 @@ template <>
 struct Decode<f16> {
   unsigned scale, bias;
 
-  __device__ __forceinline__ void set(f16 s, f16 b) {
-    scale = pack<f16>(to_float(s), to_float(s));
-    bias = pack<f16>(to_float(b), to_float(b));
-  }
+  __device__ __forceinline__ void set(f16 s, f16 b) { scale = twice(s), bias = twice(b); }
   __device__ __forceinline__ unsigned low(unsigned w) const {
     const unsigned q = fma_pair((w & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe400e400u, f16());
     return fma_pair(q, scale, bias, f16());
@@ -77,8 +74,6 @@ struct QmmWgmma {
   const unsigned* w;  // (N, K / 8)
   const T* scales;    // (N, K / GROUP)
   const T* biases;    // (N, K / GROUP)
-  float4* parts;      // (tiles, SPLITS, BM / 8, THREADS), if there are several
-  int* done;          // (tiles,): the splits that have left their sums; zeros
   int m, n, k, pm;
   const int* expert = nullptr;  // (M,), ascending; w is (E * N, K / 8)
   int m0 = 0, own = 0;          // the block's first row of x, and its matrix
@@ -104,8 +99,9 @@ struct QmmWgmma {
   __device__ __forceinline__ int first_n() const { return blockIdx.y * BN; }
   __device__ __forceinline__ int runs() const { return (k + RUN - 1) / RUN; }
   // Of this split: every split has one at least.
-  __device__ __forceinline__ int first_run() const { return runs() * blockIdx.z / SPLITS; }
-  __device__ __forceinline__ int own_runs() const { return runs() * (blockIdx.z + 1) / SPLITS - first_run(); }
+  __device__ __forceinline__ int split() const { return blockIdx.x % SPLITS; }
+  __device__ __forceinline__ int first_run() const { return runs() * split() / SPLITS; }
+  __device__ __forceinline__ int own_runs() const { return runs() * (split() + 1) / SPLITS - first_run(); }
 
   // By one thread. Runs are counted from the split's first.
   __device__ __forceinline__ void fetch(int own) const {
@@ -145,7 +141,7 @@ struct QmmWgmma {
 
   // Whether there is work for this block.
   __device__ __forceinline__ bool choose() {
-    const int tiles = (m + BM - 1) / BM, block = blockIdx.x;
+    const int tiles = (m + BM - 1) / BM, block = blockIdx.x / SPLITS;
     m0 = block * BM;
     if (!expert) return true;
     if (block >= tiles) {
@@ -170,12 +166,13 @@ struct QmmWgmma {
     Piece held[AHEAD];
 #pragma unroll
     for (int a = 0; a < AHEAD; a++) held[a] = load_piece(min(a, all - 1));
-    wait_for_previous_kernel();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0)
       for (int s = 0; s < STAGES; s++) barrier_init(full + s, 1), barrier_init(empty + s, THREADS / 32);
-      for (int s = 0; s < min(STAGES, all); s++) fetch(s);
-    }
     __syncthreads();
+    wait_for_previous_kernel();
+    if (threadIdx.x == 0)
+      for (int s = 0; s < min(STAGES, all); s++) fetch(s);
+    const unsigned long long rows = wgmma_rows(ring);
     float acc[BM / 8][4];
 #pragma unroll 1
     for (int round = 0; round < all; round += AHEAD) {
@@ -188,7 +185,7 @@ struct QmmWgmma {
         Decode<T> row[2];
         row[0].set(now.scale[0], now.bias[0]);
         row[1].set(now.scale[1], now.bias[1]);
-        const char* stage = ring + r % STAGES * STAGE;
+        const unsigned long long stage = rows + r % STAGES * (STAGE / 16);
         barrier_wait(full + r % STAGES, r / STAGES % 2);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -196,8 +193,8 @@ struct QmmWgmma {
           const unsigned even[4] = {row[0].low(lo), row[1].low(hi), row[0].low(lo >> 8), row[1].low(hi >> 8)};
           const unsigned odd[4] = {row[0].high(lo), row[1].high(hi), row[0].high(lo >> 8), row[1].high(hi >> 8)};
           wgmma_fence();
-          wgmma(acc, even, wgmma_rows(stage + j / 2 * HALF, j % 2 * 2), r + j > 0, T());
-          wgmma(acc, odd, wgmma_rows(stage + j / 2 * HALF, j % 2 * 2 + 1), 1, T());
+          wgmma(acc, even, stage + (j / 2 * HALF + j % 2 * 64) / 16, r + j > 0, T());
+          wgmma(acc, odd, stage + (j / 2 * HALF + j % 2 * 64 + 32) / 16, 1, T());
           wgmma_commit();
           wgmma_wait_but<1>();  // the operands before these may be overwritten
           if (j == 0 && r > 0 && threadIdx.x % 32 == 0) barrier_arrive(empty + (r - 1) % STAGES);
@@ -211,37 +208,8 @@ struct QmmWgmma {
       }
     }
     wgmma_wait(acc);
-    if (SPLITS > 1 && !last(acc)) return;
     __syncthreads();  // the stages' place takes the sums
     finish(reinterpret_cast<float*>(ring), acc, epilogue);
-  }
-
-  // Whether this is the tile's last block, which then has the sums of all.
-  __device__ __forceinline__ bool last(float (&acc)[BM / 8][4]) const {
-    const int tile = blockIdx.y * gridDim.x + blockIdx.x;
-    float4* mine = parts + static_cast<long long>(tile) * SPLITS * (BM / 8) * THREADS + threadIdx.x;
-#pragma unroll
-    for (int j = 0; j < BM / 8; j++)
-      mine[(blockIdx.z * (BM / 8) + j) * THREADS] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
-    __threadfence();
-    __shared__ int before;
-    __syncthreads();
-    if (threadIdx.x == 0) before = atomicAdd(&done[tile], 1);
-    __syncthreads();
-    if (before != SPLITS - 1) return false;
-    __threadfence();
-#pragma unroll
-    for (int j = 0; j < BM / 8; j++) {
-      float sum[4] = {};
-#pragma unroll 2  // more under way at once would spill
-      for (int s = 0; s < SPLITS; s++) {
-        const float4 v = __ldcg(&mine[(s * (BM / 8) + j) * THREADS]);
-        sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-      }
-#pragma unroll
-      for (int e = 0; e < 4; e++) acc[j][e] = sum[e];
-    }
-    return true;
   }
 
   // The sums through shared memory, so that the result is written along its rows.
@@ -254,16 +222,29 @@ struct QmmWgmma {
     for (int j = 0; j < BM / 8; j++)
 #pragma unroll
       for (int e = 0; e < 4; e++) mine[(j * 8 + 2 * t + e % 2) * PITCH + e / 2 * 8] = acc[j][e];
-    __syncthreads();
+    if (SPLITS > 1)
+      cluster_arrive(), cluster_wait();
+    else
+      __syncthreads();
     constexpr int COLUMNS = BN / E::ROWS;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < BM * COLUMNS; i += THREADS) {
+    for (int i = split() * THREADS + threadIdx.x; i < BM * COLUMNS; i += SPLITS * THREADS) {
       const int row = i / COLUMNS, column = i % COLUMNS, at = first_n() / E::ROWS + column;
       if (first_m() + row >= m || at >= epilogue.columns()) continue;
       if (expert && expert[first_m() + row] != own) continue;
       const float* v = shared + row * PITCH + column * E::ROWS;
-      epilogue.write(first_m() + row, at, v[0], E::ROWS == 2 ? v[E::ROWS - 1] : 0.0f);
+      epilogue.write(first_m() + row, at, sum(v), E::ROWS == 2 ? sum(v + E::ROWS - 1) : 0.0f);
     }
+    if (SPLITS > 1) cluster_arrive(), cluster_wait();  // nobody reads from a block that is gone
+  }
+
+  // Over the splits, in their order, of what lies in that place of each one's shared memory.
+  __device__ __forceinline__ float sum(const float* v) const {
+    if (SPLITS == 1) return *v;
+    float total = 0;
+#pragma unroll
+    for (int s = 0; s < SPLITS; s++) total += cluster_load(v, s);
+    return total;
   }
 };
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from qrun.ops._cuda_launch import Kernel, Shape, by_mlx
+from qrun.ops._cuda_launch import Kernel, Plan, Shape, by_mlx
 from qrun.ops._launch import Arrays
 
 AT_ONCE = 128  # arrays whose addresses one kernel writes down
@@ -76,10 +76,11 @@ def _asked(arrays: Arrays) -> list[int]:
         + "}\n"
     )
     kernel = Kernel("addresses", "qrun_addresses", text, Shape(1))
+    plan = Plan(kernel, AT_ONCE, [((AT_ONCE,), mx.uint64)], [], (1, 1, 1))
     found: list[int] = []
     for start in range(0, len(arrays), AT_ONCE):
         part = arrays[start : start + AT_ONCE]
         padded = part + part[:1] * (AT_ONCE - len(part))
-        (out,) = by_mlx(kernel, padded, [], [((AT_ONCE,), mx.uint64)], (1, 1, 1))
+        (out,) = by_mlx(plan, padded)
         found += [int(v) for v in np.array(out)[: len(part)]]
     return found

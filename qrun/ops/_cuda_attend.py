@@ -5,7 +5,17 @@ from __future__ import annotations
 import mlx.core as mx
 
 from qrun.ops import _cuda_product
-from qrun.ops._cuda_launch import Constant, Shape, after, alone, ceil_div, launch, literal, pointer
+from qrun.ops._cuda_launch import (
+    Constant,
+    Recipe,
+    Shape,
+    after,
+    alone,
+    ceil_div,
+    launch,
+    literal,
+    pointer,
+)
 
 THREADS, CHUNK, STAGES = 256, 64, 2  # of attend.cuh
 LONGEST = 8192  # positions of a cache
@@ -29,12 +39,34 @@ def attend(
     """None where rope and sdpa have to do it: clusters of blocks need Hopper and launches of our
     own, and long contexts want more blocks than a cluster has.
     """
-    batch, kv_heads, capacity, d = k_cache.shape
+    capacity, d = k_cache.shape[2:]
     alike = qkv.dtype == k_cache.dtype == v_cache.dtype != mx.float32
     if not alone() or _cuda_product.generation() != 9 or not alike:
         return None
     if d % 8 or d > 256 or capacity > LONGEST:
         return None
+    arrays = {"qkv": qkv, "k_cache": k_cache, "v_cache": v_cache, "offset": offset, "table": table}
+    inputs = {**arrays, "q_norm": q_norm, "k_norm": k_norm}
+    y = launch(_attend_recipe, inputs, heads, eps, scale, window, softcap)[0]
+    k_cache, v_cache = after([k_cache, v_cache], y)
+    return y, k_cache, v_cache
+
+
+def _attend_recipe(
+    heads: int,
+    eps: float,
+    scale: float,
+    window: int,
+    softcap: float,
+    *,
+    qkv: mx.array,
+    k_cache: mx.array,
+    table: mx.array,
+    q_norm: mx.array | None,
+    k_norm: mx.array | None,
+    **_: object,
+) -> Recipe:
+    batch, kv_heads, capacity, d = k_cache.shape
     group, half = heads // kv_heads, table.shape[1]
     rows = min(group, 8)
     splits = next(s for s in (8, 4, 2, 1) if s == 1 or capacity >= 32 * s)
@@ -42,24 +74,17 @@ def attend(
     constants |= {"STAGES": STAGES, "SPLITS": splits}
     constants["QN"] = mx.float32 if q_norm is None else q_norm.dtype
     constants["KN"] = mx.float32 if k_norm is None else k_norm.dtype
-    source = (
+    return Recipe(
+        "attend/attend.cuh",
         "qrun::Attend<T, QN, KN, D, HALF, ROWS, STAGES, SPLITS>{qkv, offset, table, "
         f"{pointer('q_norm', q_norm, 'QN')}, {pointer('k_norm', k_norm, 'KN')}, {literal(eps)}, "
         f"{literal(scale)}, {literal(softcap)}, {window}, y, const_cast<T*>(k_cache), "
-        f"const_cast<T*>(v_cache), {heads}, {kv_heads}, k_cache_shape[2]}}.run();"
-    )
-    arrays = {"qkv": qkv, "k_cache": k_cache, "v_cache": v_cache, "offset": offset, "table": table}
-    y = launch(
-        "attend/attend.cuh",
-        source,
-        {**arrays, "q_norm": q_norm, "k_norm": k_norm},
+        f"const_cast<T*>(v_cache), {heads}, {kv_heads}, k_cache_shape[2]}}.run();",
         {"y": ((batch, heads * d), qkv.dtype)},
         constants,
         (splits, batch * kv_heads, ceil_div(group, rows)),
         Shape(THREADS, 1, _shared(d, rows, splits), splits),
-    )[0]
-    k_cache, v_cache = after([k_cache, v_cache], y)
-    return y, k_cache, v_cache
+    )
 
 
 def _shared(d: int, rows: int, splits: int) -> int:

@@ -16,7 +16,7 @@ import mlx.core as mx
 from qrun.ops import _cuda_driver as driver
 from qrun.ops import _cuda_program as program
 from qrun.ops._cuda_addresses import address_of, addresses
-from qrun.ops._cuda_launch import Kernel, Output, run_by
+from qrun.ops._cuda_launch import Plan, run_by
 from qrun.ops._cuda_memory import Room
 from qrun.ops._cuda_program import SMALL, Block, Mail, Pending, Slot, bytes_of, new_slot, record
 from qrun.ops._launch import Arrays, Step, enqueued
@@ -61,10 +61,11 @@ def mail() -> Mail:
 class _Lent(Block):
     """A block that goes back by itself."""
 
+    __slots__ = ("_room",)
+
     def __init__(self, size: int) -> None:
-        super().__init__(size)
         self._room = memory().room
-        self.address = self._room.take(size)
+        self.size, self.address = size, self._room.take(size)
 
     def __del__(self) -> None:
         self._room.give(self.address, self.size)
@@ -76,26 +77,19 @@ class _Direct:
     def __init__(self) -> None:
         self.held: dict[int, mx.array] = {}  # what the launches read and write, by id
 
-    def address(self, array: mx.array | Slot) -> int:
-        """Where it lies on the device."""
-        if isinstance(array, Slot):
-            return cast(_Lent, array.block).address + array.start
-        self.held[id(array)] = array
-        return address_of(array)
-
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: list[mx.array],
-        numbers: list[int],
-        outputs: list[Output],
-        grid: tuple[int, int, int],
-    ) -> list[mx.array]:
-        if not driver.loaded(kernel):
-            raise _NewKernelError(kernel.label)
-        made = [new_slot(shape, dtype, _Lent) for shape, dtype in outputs]
-        pointers = [self.address(a) for a in (*inputs, *made)]
-        driver.stream().launch(kernel, grid, pointers, numbers, early=program.EARLY)
+    def run(self, plan: Plan, inputs: Arrays) -> Arrays:
+        if not driver.loaded(plan.kernel):
+            raise _NewKernelError(plan.kernel.label)
+        pointers: list[int] = []
+        for array in cast("list[mx.array | Slot]", inputs):
+            if isinstance(array, Slot):
+                pointers.append(array.address)
+            else:
+                self.held[id(array)] = array
+                pointers.append(address_of(array))
+        made = [new_slot(shape, dtype, _Lent) for shape, dtype in plan.outputs]
+        pointers += [slot.address for slot in made]
+        driver.stream().launch(plan, pointers)
         return cast(Arrays, made)
 
 
@@ -136,9 +130,9 @@ def _launched(step: Step, inputs: Arrays, state: Arrays) -> Arrays | None:
     slots = [new_slot(a.shape, a.dtype, _Lent) for a in inputs]
     for slot, value in zip(slots, inputs, strict=True):
         if isinstance(value, Pending):
-            driver.on_device(stream, direct.address(slot), value.address, value.nbytes)
+            driver.on_device(stream, slot.address, value.address, value.nbytes)
         else:
-            driver.send(stream, direct.address(slot), bytes_of(value))
+            driver.send(stream, slot.address, bytes_of(value))
     try:
         with run_by(direct.run):
             outputs, _ = step(cast(Arrays, slots), state)
@@ -150,12 +144,12 @@ def _launched(step: Step, inputs: Arrays, state: Arrays) -> Arrays | None:
         under_way.append((event, list(direct.held.values())))
     if not all(isinstance(o, Slot) for o in outputs):
         return None
-    return [_answer(direct, cast(Any, o)) for o in outputs]
+    return [_answer(cast(Any, o)) for o in outputs]
 
 
-def _answer(direct: _Direct, slot: Slot) -> Any:
+def _answer(slot: Slot) -> Any:
     """A result, small or large."""
-    stream, at = driver.stream(), direct.address(slot)
+    stream, at = driver.stream(), slot.address
     if slot.nbytes > SMALL:
         stream.wait()
         _settle()

@@ -10,22 +10,31 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from functools import cache
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from qrun.errors import BackendError
 
 if TYPE_CHECKING:
-    from qrun.ops._cuda_launch import Kernel
+    from qrun.ops._cuda_launch import Kernel, Plan
 
 COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-SHARED_PERCENT = 44  # 100 of 228 KB on Hopper; what streams through L1 wants the rest
+SM_SHARED = (
+    228 * 1024
+)  # bytes that the blocks of an SM share on Hopper, 1 KB of each is the system's
+SHARED_PERCENT = 44  # 100 KB of them; what streams through L1 wants the rest
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
 PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+# Whether a kernel may start while the one before still runs (programmatic dependent launch). It
+# must then wait by itself before it touches what that one writes or reads.
+EARLY = True
 
 
 class _Attribute(ctypes.Structure):
@@ -114,9 +123,31 @@ def function(kernel: Kernel) -> c_void_p:
         if kernel.shape.shared > 48 * 1024:
             call("cuFuncSetAttribute", found, MAX_DYNAMIC_SHARED, kernel.shape.shared)
         # Kernels can share an SM, and so start early, where they cut its memory alike.
-        call("cuFuncSetAttribute", found, PREFERRED_CARVEOUT, SHARED_PERCENT)
+        needed = kernel.shape.blocks * (kernel.shape.shared + 1024) * 100 / SM_SHARED
+        call(
+            "cuFuncSetAttribute",
+            found,
+            PREFERRED_CARVEOUT,
+            min(100, max(SHARED_PERCENT, ceil(needed))),
+        )
         _functions[kernel.name] = found
     return found
+
+
+class Ready:
+    """A kernel with all of its launch but the pointers: ctypes takes longer to make such things
+    than to fill them in. One thread launches.
+    """
+
+    def __init__(self, kernel: Kernel, grid: Sequence[int], pointers: int, numbers: Sequence[int]):
+        shape, count = kernel.shape, pointers + len(numbers)
+        # An int takes the lower half of its eight bytes.
+        self.values = (c_uint64 * count)(*[0] * pointers, *numbers)
+        at = ctypes.addressof(self.values)
+        addresses = (c_void_p * count)(*range(at, at + 8 * count, 8))
+        early = int(EARLY)
+        self.config = _Config(grid, (shape.threads, 1, 1), shape.shared, None, _EARLY, early)
+        self.arguments = byref(self.config), function(kernel), addresses, None
 
 
 class Stream:
@@ -135,29 +166,12 @@ class Stream:
         """Free it."""
         call("cuStreamDestroy_v2", self.handle)
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: tuple[int, int, int],
-        pointers: Sequence[int],
-        numbers: Sequence[int],
-        *,
-        early: bool,
-    ) -> None:
-        """One kernel; its arguments are device pointers, then ints.
-
-        early: it may start while the one before still runs (programmatic dependent launch); it
-        must then wait by itself before it touches what that one writes or reads.
-        """
-        shape, count = kernel.shape, len(pointers) + len(numbers)
-        # An int takes the lower half of its eight bytes.
-        values = (c_uint64 * count)(*pointers, *numbers)
-        at = ctypes.addressof(values)
-        addresses = (c_void_p * count)(*range(at, at + 8 * count, 8))
-        config = _Config(
-            grid, (shape.threads, 1, 1), shape.shared, self.handle, _EARLY, int(early)
-        )  # fmt: skip
-        call("cuLaunchKernelEx", byref(config), function(kernel), addresses, None)
+    def launch(self, plan: Plan, pointers: Sequence[int]) -> None:
+        """One kernel; its arguments are device pointers, then ints."""
+        ready = plan.ready
+        ready.config.stream = self.handle
+        ready.values[: len(pointers)] = pointers
+        call("cuLaunchKernelEx", *ready.arguments)
 
 
 @cache

@@ -1,24 +1,30 @@
 """Launching one function of kernels/: every CUDA kernel of qrun goes through `launch`.
 
+    op --recipe, asked once--> plan --runner--> results
+
+A prompt is hundreds of launches, asked for one by one while the GPU waits. So what depends on no
+more than shapes, dtypes and numbers is worked out once: an op gives a function for it, a recipe.
 A kernel is a translation unit of an `#include` and one call. It is compiled once and kept on disk
 (_cuda_compile.py). Who runs it can be exchanged: MLX, op by op, or a program that records a whole
-step (_cuda_program.py), or a test.
+step (_cuda_program.py), or whoever launches a prompt (_cuda_direct.py), or a test.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
 
+from qrun.ops import _cuda_driver as driver
 from qrun.ops.matrix import QuantizedMatrix
+from qrun.quantization import Quantization
 
 MICRO = {"mxfp4": 0, "nvfp4": 1, "mxfp8": 2}  # enum Micro of common/dequantize.cuh
 Constant = bool | int | mx.Dtype
@@ -63,28 +69,54 @@ class Kernel:
 
 
 Output = tuple[tuple[int, ...], mx.Dtype]
-# kernel, inputs, numbers, outputs, grid in blocks -> results
-Runner = Callable[
-    [Kernel, list[mx.array], list[int], list[Output], tuple[int, int, int]], list[mx.array]
-]
+Grid = tuple[int, int, int]
 
 
-def by_mlx(
-    kernel: Kernel,
-    inputs: list[mx.array],
-    numbers: list[int],
-    outputs: list[Output],
-    grid: tuple[int, int, int],
-) -> list[mx.array]:
+class Recipe(NamedTuple):
+    """What an op launches: a `source` of one statement or two, over `grid` blocks.
+
+    It may say `x_shape[0]` of an input x. outputs: name to (shape, dtype).
+    """
+
+    file: str
+    source: str
+    outputs: dict[str, Output]
+    constants: dict[str, Constant]
+    grid: Grid
+    shape: Shape
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A launch of which all is known but where its arrays lie. grid: in blocks."""
+
+    kernel: Kernel
+    inputs: int  # how many
+    outputs: list[Output]
+    numbers: list[int]
+    grid: Grid
+
+    @cached_property
+    def ready(self) -> driver.Ready:
+        """For the driver. The kernel is on the device then."""
+        pointers = self.inputs + len(self.outputs)
+        return driver.Ready(self.kernel, self.grid, pointers, self.numbers)
+
+
+Runner = Callable[[Plan, list[mx.array]], list[mx.array]]  # inputs -> results
+
+
+def by_mlx(plan: Plan, inputs: list[mx.array]) -> list[mx.array]:
     """The kernel as an op of MLX's graph."""
+    kernel, grid = plan.kernel, plan.grid
     threads = kernel.shape.threads
     return mx.fast.precompiled_cuda_kernel(
         name=kernel.name,
         compiled_source=kernel.cubin,
         inputs=inputs,
-        output_shapes=[s for s, _ in outputs],
-        output_dtypes=[dtype for _, dtype in outputs],
-        scalars=cast(Any, numbers),
+        output_shapes=[shape for shape, _ in plan.outputs],
+        output_dtypes=[dtype for _, dtype in plan.outputs],
+        scalars=cast(Any, plan.numbers),
         grid=(grid[0] * threads, grid[1], grid[2]),
         threadgroup=(threads, 1, 1),
         shared_memory=kernel.shape.shared,
@@ -106,31 +138,40 @@ def run_by(runner: Runner) -> Generator[None]:
         _runner = before
 
 
-def launch(
-    file: str,
-    source: str,
-    inputs: dict[str, mx.array | None],
-    outputs: dict[str, Output],
-    constants: dict[str, Constant],
-    grid: tuple[int, int, int],
-    shape: Shape,
-) -> list[mx.array]:
-    """Run `source`, one statement or two, over `grid` blocks.
+_plans: dict[Any, Plan] = {}
+MOST_PLANS = 4096  # every length of a prompt has its own
 
-    inputs by name; None is left out, and the source says nullptr. outputs: name to (shape, dtype).
-    The source may say `x_shape[0]` of an input x.
+
+def launch(
+    recipe: Callable[..., Recipe], inputs: dict[str, mx.array | None], *fixed: Hashable
+) -> list[mx.array]:
+    """Run recipe(*fixed, **inputs), which may look at no more of an input than shape and dtype:
+    it is asked once for all that are alike.
+
+    inputs: in the order of the kernel's parameters; None is left out, and the source says nullptr.
     """
+    arrays = inputs.values()
+    key = (recipe, fixed, *[None if a is None else (a.shape, a.dtype) for a in arrays])
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) == MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _planned(recipe(*fixed, **inputs), inputs)
+    return _runner(plan, [a for a in arrays if a is not None])
+
+
+def _planned(recipe: Recipe, inputs: dict[str, mx.array | None]) -> Plan:
     given = {name: array for name, array in inputs.items() if array is not None}
     kernel, axes = _kernel(
-        file,
-        source,
+        recipe.file,
+        recipe.source,
         tuple((name, array.dtype) for name, array in given.items()),
-        tuple((name, dtype) for name, (_, dtype) in outputs.items()),
-        tuple(constants.items()),
-        shape,
+        tuple((name, dtype) for name, (_, dtype) in recipe.outputs.items()),
+        tuple(recipe.constants.items()),
+        recipe.shape,
     )
     numbers = [given[name].shape[axis] for name, axis in axes]
-    return _runner(kernel, list(given.values()), numbers, list(outputs.values()), grid)
+    return Plan(kernel, len(given), [*recipe.outputs.values()], numbers, recipe.grid)
 
 
 @cache
@@ -203,11 +244,11 @@ def matrix(m: QuantizedMatrix) -> dict[str, mx.array | None]:
     return {"w": m.w, "scales": m.scales, "biases": m.biases}
 
 
-def scheme_of(m: QuantizedMatrix, k: str) -> tuple[str, dict[str, Constant]]:
+def scheme_of(spec: Quantization, scales: mx.Dtype, k: str) -> tuple[str, dict[str, Constant]]:
     """The C++ expression of a matrix of any format, and its constants."""
-    if m.spec.mode != "affine":
-        return f"qrun::MicroScaled<MODE>{{w, scales, {k}}}", {"MODE": MICRO[m.spec.mode]}
+    if spec.mode != "affine":
+        return f"qrun::MicroScaled<MODE>{{w, scales, {k}}}", {"MODE": MICRO[spec.mode]}
     return (
         f"qrun::Affine<S, BITS, GROUP>{{w, scales, biases, {k}}}",
-        {"S": m.scale_dtype, "BITS": m.spec.bits, "GROUP": m.spec.group_size},
+        {"S": scales, "BITS": spec.bits, "GROUP": spec.group_size},
     )

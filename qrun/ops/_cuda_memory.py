@@ -23,15 +23,18 @@ class Room:
 
     def take(self, size: int) -> int:
         """The start of `size` bytes, a multiple of ALIGNMENT: from the smallest that holds them."""
-        fits = [(length, start) for start, length in self._free if length >= size]
-        if fits:
-            length, start = min(fits)
-            self._free.remove((start, length))
+        at, least = -1, ENDLESS + 1
+        for i, (_, length) in enumerate(self._free):
+            if size <= length < least:
+                at, least = i, length
+        if at >= 0:
+            start, length = self._free.pop(at)
         else:
             start, length = self._grow(size)
             self._starts.add(start)
+            at = bisect_left(self._free, (start, 0))
         if length > size:
-            self.give(start + size, length - size)
+            self._free.insert(at, (start + size, length - size))
         return start
 
     def give(self, start: int, size: int) -> None:

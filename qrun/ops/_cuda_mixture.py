@@ -6,8 +6,8 @@ import mlx.core as mx
 
 from qrun.ops import _cuda_product as product
 from qrun.ops import _mlx
-from qrun.ops._cuda_launch import Shape, ceil_div, launch, matrix, pointer
-from qrun.ops._cuda_tiles import SMS, WGMMA_TILES, qmv_tile
+from qrun.ops._cuda_launch import Recipe, Shape, ceil_div, launch, matrix, pointer
+from qrun.ops._cuda_tiles import SMS, WGMMA_TILES, WgmmaTile, qmv_tile
 from qrun.ops.matrix import QuantizedMatrix
 
 FEW = 64  # pairs of a token and an expert that go one by one
@@ -21,12 +21,17 @@ def route(
     tokens, experts = logits.shape
     if tokens > 8 or top > 32 or experts > 1024:
         return _mlx.route(logits, top, renormalize)
+    expert, row, place, share = launch(_route_recipe, {"logits": logits}, top, renormalize)
+    return expert, row, place, share
+
+
+def _route_recipe(top: int, renormalize: bool, *, logits: mx.array) -> Recipe:
+    tokens, experts = logits.shape
     pairs = tokens * top
-    expert, row, place, share = launch(
+    return Recipe(
         "route/route.cuh",
         "qrun::route<TOP, EACH>(logits, expert, row, place, share, logits_shape[0], "
         f"logits_shape[1], {str(renormalize).lower()});",
-        {"logits": logits},
         {
             "expert": ((pairs,), mx.int32),
             "row": ((pairs,), mx.int32),
@@ -37,21 +42,24 @@ def route(
         (1, 1, 1),
         Shape(32 * tokens, 1, ceil_div(pairs, 4) * 16),  # whole 16 bytes: ptx.cuh's type
     )
-    return expert, row, place, share
 
 
 def combine(x: mx.array, place: mx.array, share: mx.array, residual: mx.array) -> mx.array:
+    inputs: dict[str, mx.array | None] = {"x": x, "place": place, "share": share}
+    return launch(_combine_recipe, {**inputs, "residual": residual})[0]
+
+
+def _combine_recipe(*, x: mx.array, place: mx.array, residual: mx.array, **_: object) -> Recipe:
     tokens, n = residual.shape
     vec = 8 if n % 8 == 0 else 1
-    return launch(
+    return Recipe(
         "combine/combine.cuh",
         "qrun::combine<TOP, VEC>(x, place, share, residual, y, x_shape[1]);",
-        {"x": x, "place": place, "share": share, "residual": residual},
         {"y": ((tokens, n), x.dtype)},
         {"TOP": place.shape[1], "VEC": vec},
         (ceil_div(n, 128 * vec), tokens, 1),
         Shape(128),
-    )[0]
+    )
 
 
 def gather_qmm(
@@ -81,23 +89,38 @@ def _few(
     count: int,
     activation: str | None,
 ) -> mx.array:
-    pairs, group, n = expert.size, m.spec.group_size, m.n // count
-    tile = qmv_tile(1, n, m.k, group, m.scale_dtype.size)
+    inputs = {"x": x, **matrix(m), "row": row, "expert": expert}
+    return launch(_few_recipe, inputs, count, m.spec.group_size, activation)[0]
+
+
+def _few_recipe(
+    count: int,
+    group: int,
+    activation: str | None,
+    *,
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    row: mx.array | None,
+    expert: mx.array,
+    **_: object,
+) -> Recipe:
+    pairs, n, k = expert.size, w.shape[0] // count, x.shape[1]
+    tile = qmv_tile(1, n, k, group, scales.dtype.size)
     epilogue, constants = product.epilogue_of(None, None, activation, 1.0, f"w_shape[0] / {count}")
-    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "WORDS": tile.words}
-    constants |= {"TAKE": tile.take, "WARPS": tile.warps, "ROUNDS": tile.rounds(m.k)}
+    constants |= {"T": x.dtype, "S": scales.dtype, "GROUP": group, "WORDS": tile.words}
+    constants |= {"TAKE": tile.take, "WARPS": tile.warps, "ROUNDS": tile.rounds(k)}
     blocks = max(1, ceil_div(tile.blocks * SMS, pairs))
-    return launch(
+    return Recipe(
         "qmv/qmv.cuh",
         "qrun::Qmv<T, S, GROUP, 1, WORDS, TAKE, WARPS, ROUNDS>{x, w, scales, biases, "
         f"expert_shape[0], w_shape[0] / {count}, x_shape[1], expert, {pointer('row', row, 'int')}}}"
         f".run(static_cast<const float*>(nullptr), 0.0f, {epilogue});",
-        {"x": x, **matrix(m), "row": row, "expert": expert},
         {"y": ((pairs, n if activation is None else n // 2), x.dtype)},
         constants,
         (min(ceil_div(n, 16), blocks), pairs, 1),
-        Shape(32 * tile.warps, tile.blocks, tile.shared(m.k, group)),
-    )[0]
+        Shape(32 * tile.warps, tile.blocks, tile.shared(k, group)),
+    )
 
 
 def _many(
@@ -108,30 +131,47 @@ def _many(
     count: int,
     activation: str | None,
 ) -> mx.array:
-    pairs, n, k = expert.size, m.n // count, m.k
-    tile = next((t for t in TILES if t.bm >= pairs / count), TILES[-1])
-    runs, pm = ceil_div(k, 128), ceil_div(pairs, tile.bm) * tile.bm
-    arranged, done = launch(
+    tile = next((t for t in TILES if t.bm >= expert.size / count), TILES[-1])
+    (arranged,) = launch(_arrange_recipe, {"x": x, "row": row}, tile, expert.size)
+    inputs = {"arranged": arranged, **matrix(m), "expert": expert}
+    return launch(_many_recipe, inputs, tile, count, m.spec.group_size, activation)[0]
+
+
+def _arrange_recipe(tile: WgmmaTile, pairs: int, *, x: mx.array, row: mx.array | None) -> Recipe:
+    runs, pm = ceil_div(x.shape[1], 128), ceil_div(pairs, tile.bm) * tile.bm
+    return Recipe(
         "qmm/qmm_arrange.cuh",
         f"qrun::qmm_arrange(x, {pointer('row', row, 'int')}, static_cast<const float*>(nullptr), "
-        f"0.0f, out, done, 1, x_shape[1], {pm});",
-        {"x": x, "row": row},
-        {"out": ((runs, 2, pm, 64), x.dtype), "done": ((1,), mx.int32)},
+        f"0.0f, out, x_shape[1], {pm});",
+        {"out": ((runs, 2, pm, 64), x.dtype)},
         {},
         (pairs, 1, 1),
         Shape(min(512, ceil_div(runs * 16, 32) * 32)),
     )
+
+
+def _many_recipe(
+    tile: WgmmaTile,
+    count: int,
+    group: int,
+    activation: str | None,
+    *,
+    arranged: mx.array,
+    w: mx.array,
+    expert: mx.array,
+    **_: object,
+) -> Recipe:
+    pairs, n, pm = expert.size, w.shape[0] // count, arranged.shape[2]
     epilogue, constants = product.epilogue_of(None, None, activation, 1.0, f"w_shape[0] / {count}")
-    constants |= {"T": x.dtype, "GROUP": m.spec.group_size, "BM": tile.bm, "WN": tile.wn}
+    constants |= {"T": arranged.dtype, "GROUP": group, "BM": tile.bm, "WN": tile.wn}
     constants |= {"STAGES": tile.stages, "AHEAD": tile.ahead}
-    return launch(
+    return Recipe(
         "qmm/qmm_wgmma.cuh",
-        "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, 1, AHEAD>{arranged, w, scales, biases, nullptr, "
-        f"const_cast<int*>(done), expert_shape[0], w_shape[0] / {count}, w_shape[1] * 8, "
-        f"arranged_shape[2], expert}}.run({epilogue});",
-        {"arranged": arranged, "done": done, **matrix(m), "expert": expert},
-        {"y": ((pairs, n if activation is None else n // 2), x.dtype)},
+        "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, 1, AHEAD>{arranged, w, scales, biases, "
+        f"expert_shape[0], w_shape[0] / {count}, w_shape[1] * 8, arranged_shape[2], expert}}"
+        f".run({epilogue});",
+        {"y": ((pairs, n if activation is None else n // 2), arranged.dtype)},
         constants,
         (pm // tile.bm + count, ceil_div(n, tile.bn), 1),
         Shape(128 * tile.wn, tile.blocks, tile.shared),
-    )[0]
+    )

@@ -10,7 +10,9 @@ from qrun.ops import _cuda_driver as driver
 from qrun.ops import _mlx
 from qrun.ops._cuda_launch import (
     Constant,
+    Recipe,
     Shape,
+    alone,
     ceil_div,
     launch,
     literal,
@@ -30,6 +32,7 @@ from qrun.ops._cuda_tiles import (
 )
 from qrun.ops._launch import Arrays, Norm
 from qrun.ops.matrix import QuantizedMatrix
+from qrun.quantization import Quantization
 
 ACTIVATIONS = {None: 0, "swiglu": 1, "geglu": 2}  # enum Activation of common/epilogue.cuh
 
@@ -88,27 +91,44 @@ def _qmv(
     activation: str | None,
     scale: float,
 ) -> mx.array:
-    rows, group = x.shape[0], m.spec.group_size
     weight, eps = norm or (None, 0.0)
+    inputs = {"x": x, **matrix(m), "norm": weight, "bias": bias, "residual": residual}
+    return launch(_qmv_recipe, inputs, tile, m.spec.group_size, eps, activation, scale)[0]
+
+
+def _qmv_recipe(
+    tile: QmvTile,
+    group: int,
+    eps: float,
+    activation: str | None,
+    scale: float,
+    *,
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    norm: mx.array | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    **_: object,
+) -> Recipe:
+    (rows, k), n = x.shape, w.shape[0]
     epilogue, constants = epilogue_of(bias, residual, activation, scale)
-    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": group, "M": tile.rows}
+    constants |= {"T": x.dtype, "S": scales.dtype, "GROUP": group, "M": tile.rows}
     constants |= {"WORDS": tile.words, "TAKE": tile.take, "WARPS": tile.warps}
-    constants |= {"ROUNDS": tile.rounds(m.k)}
-    constants["G"] = mx.float32 if weight is None else weight.dtype
+    constants |= {"ROUNDS": tile.rounds(k)}
+    constants["G"] = mx.float32 if norm is None else norm.dtype
     source = (
         "qrun::Qmv<T, S, GROUP, M, WORDS, TAKE, WARPS, ROUNDS>{x, w, scales, biases, x_shape[0], "
-        f"w_shape[0], x_shape[1]}}.run({pointer('norm', weight, 'G')}, {literal(eps)}, {epilogue});"
+        f"w_shape[0], x_shape[1]}}.run({pointer('norm', norm, 'G')}, {literal(eps)}, {epilogue});"
     )
-    columns = m.n if activation is None else m.n // 2
-    return launch(
+    return Recipe(
         "qmv/qmv.cuh",
         source,
-        {"x": x, **matrix(m), "norm": weight, "bias": bias, "residual": residual},
-        {"y": ((rows, columns), x.dtype)},
+        {"y": ((rows, n if activation is None else n // 2), x.dtype)},
         constants,
-        (min(ceil_div(m.n, 16), tile.blocks * SMS), ceil_div(rows, tile.rows), 1),
-        Shape(32 * tile.warps, tile.blocks, tile.shared(m.k, group)),
-    )[0]
+        (min(ceil_div(n, 16), tile.blocks * SMS), ceil_div(rows, tile.rows), 1),
+        Shape(32 * tile.warps, tile.blocks, tile.shared(k, group)),
+    )
 
 
 def gemm(
@@ -127,18 +147,30 @@ def gemm(
             y = _float32_gemm(x, w)
             return _mlx.epilogue(y * scale, bias, residual, activation)
         return _mlx.gemm(x, w, bias=bias, residual=residual, activation=activation, scale=scale)
+    inputs = {"x": x, "w": w, "bias": bias, "residual": residual}
+    return launch(_gemm_recipe, inputs, activation, scale)[0]
+
+
+def _gemm_recipe(
+    activation: str | None,
+    scale: float,
+    *,
+    x: mx.array,
+    w: mx.array,
+    bias: mx.array | None,
+    residual: mx.array | None,
+) -> Recipe:
+    rows, n = x.shape[0], w.shape[0]
     epilogue, constants = epilogue_of(bias, residual, activation, scale)
-    n = w.shape[0]
-    return launch(
+    return Recipe(
         "qmv/qmv_plain.cuh",
         f"qrun::qmv_plain<TM>(x, qrun::Dense<W>{{w, x_shape[1]}}, {epilogue}, x_shape[0], "
         "w_shape[0], x_shape[1]);",
-        {"x": x, "w": w, "bias": bias, "residual": residual},
         {"y": ((rows, n if activation is None else n // 2), x.dtype)},
         {"T": x.dtype, "W": w.dtype, "TM": 1 if rows == 1 else 4, **constants},
         (ceil_div(n, 8), ceil_div(rows, 1 if rows == 1 else 4), 1),
         Shape(128),
-    )[0]
+    )
 
 
 def _float32_gemm(x: mx.array, w: mx.array) -> mx.array:
@@ -171,19 +203,34 @@ def _plain(
     """Any format, any x, any number of rows; no tensor cores."""
     if norm is not None:
         x = rms_norm(x, *norm)
-    rows, columns = x.shape[0], m.n if activation is None else m.n // 2
+    inputs = {"x": x, **matrix(m), "bias": bias, "residual": residual}
+    return launch(_plain_recipe, inputs, m.spec, activation, scale)[0]
+
+
+def _plain_recipe(
+    spec: Quantization,
+    activation: str | None,
+    scale: float,
+    *,
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    **_: object,
+) -> Recipe:
+    rows, n = x.shape[0], w.shape[0]
     tile = 1 if rows == 1 else 4
-    scheme, constants = scheme_of(m, "x_shape[1]")
+    scheme, constants = scheme_of(spec, scales.dtype, "x_shape[1]")
     epilogue, more = epilogue_of(bias, residual, activation, scale)
-    return launch(
+    return Recipe(
         "qmv/qmv_plain.cuh",
         f"qrun::qmv_plain<TM>(x, {scheme}, {epilogue}, x_shape[0], w_shape[0], x_shape[1]);",
-        {"x": x, **matrix(m), "bias": bias, "residual": residual},
-        {"y": ((rows, columns), x.dtype)},
+        {"y": ((rows, n if activation is None else n // 2), x.dtype)},
         {"T": x.dtype, "TM": tile, **constants, **more},
-        (ceil_div(m.n, 8), ceil_div(rows, tile), 1),
+        (ceil_div(n, 8), ceil_div(rows, tile), 1),
         Shape(128),
-    )[0]
+    )
 
 
 def qmm_tile(rows: int, n: int, k: int, group: int, alike: bool = True) -> MmaTile | WgmmaTile:
@@ -220,42 +267,51 @@ def _qmm(
     scale: float,
 ) -> mx.array:
     if isinstance(tile, WgmmaTile):
-        arranged, done = _arrange(x, norm, tile, m.n)
-        return _qmm_wgmma(arranged, done, x, m, tile, bias, residual, activation, scale)
+        if not alone():
+            tile = tile._replace(splits=1)  # they are a cluster
+        arranged = _arrange(x, norm, tile)
+        return _qmm_wgmma(arranged, x, m, tile, bias, residual, activation, scale)
     prepared, sums = _prepare(x, norm, m.spec.group_size, tile.bm)
     return _qmm_mma(prepared, sums, m, tile, bias, residual, activation, scale)
 
 
 def _prepare(x: mx.array, norm: Norm | None, group: int, bm: int) -> list[mx.array]:
     """x normed and permuted, (M, K up to 64s); the sums of its units, (units, M up to bms)."""
-    rows, k = x.shape
     weight, eps = norm or (None, 0.0)
+    return launch(_prepare_recipe, {"x": x, "norm": weight}, group, bm, eps)
+
+
+def _prepare_recipe(
+    group: int, bm: int, eps: float, *, x: mx.array, norm: mx.array | None
+) -> Recipe:
+    rows, k = x.shape
     pk, unit = ceil_div(k, 64) * 64, min(group, 64)
-    return launch(
+    return Recipe(
         "qmm/qmm_prepare.cuh",
-        f"qrun::qmm_prepare<U>(x, {pointer('norm', weight, 'G')}, {literal(eps)}, out, sums, "
+        f"qrun::qmm_prepare<U>(x, {pointer('norm', norm, 'G')}, {literal(eps)}, out, sums, "
         f"x_shape[1], (x_shape[1] + 63) / 64 * 64, (x_shape[0] + {bm - 1}) / {bm} * {bm});",
-        {"x": x, "norm": weight},
         {"out": ((rows, pk), x.dtype), "sums": ((pk // unit, ceil_div(rows, bm) * bm), mx.float32)},
-        {"T": x.dtype, "U": unit, "G": mx.float32 if weight is None else weight.dtype},
+        {"T": x.dtype, "U": unit, "G": mx.float32 if norm is None else norm.dtype},
         (rows, 1, 1),
         Shape(min(512, ceil_div(pk, 256) * 32)),
     )
 
 
-def _arrange(x: mx.array, norm: Norm | None, tile: WgmmaTile, n: int) -> list[mx.array]:
-    """x normed and arranged for wgmma, (runs of 128 k, 2, M up to bms, 64); a zero a tile."""
-    rows, k = x.shape
+def _arrange(x: mx.array, norm: Norm | None, tile: WgmmaTile) -> mx.array:
+    """x normed and arranged for wgmma, (runs of 128 k, 2, M up to bms, 64)."""
     weight, eps = norm or (None, 0.0)
-    runs, pm = ceil_div(k, 128), ceil_div(rows, tile.bm) * tile.bm
-    tiles = ceil_div(rows, tile.bm) * ceil_div(n, tile.bn) if tile.splits > 1 else 1
-    return launch(
+    return launch(_arrange_recipe, {"x": x, "norm": weight}, tile.bm, eps)[0]
+
+
+def _arrange_recipe(bm: int, eps: float, *, x: mx.array, norm: mx.array | None) -> Recipe:
+    rows, k = x.shape
+    runs, pm = ceil_div(k, 128), ceil_div(rows, bm) * bm
+    return Recipe(
         "qmm/qmm_arrange.cuh",
-        f"qrun::qmm_arrange(x, nullptr, {pointer('norm', weight, 'G')}, {literal(eps)}, out, done, "
-        f"{tiles}, x_shape[1], (x_shape[0] + {tile.bm - 1}) / {tile.bm} * {tile.bm});",
-        {"x": x, "norm": weight},
-        {"out": ((runs, 2, pm, 64), x.dtype), "done": ((tiles,), mx.int32)},
-        {"G": mx.float32 if weight is None else weight.dtype},
+        f"qrun::qmm_arrange(x, nullptr, {pointer('norm', norm, 'G')}, {literal(eps)}, out, "
+        f"x_shape[1], (x_shape[0] + {bm - 1}) / {bm} * {bm});",
+        {"out": ((runs, 2, pm, 64), x.dtype)},
+        {"G": mx.float32 if norm is None else norm.dtype},
         (rows, 1, 1),
         Shape(min(512, ceil_div(runs * 16, 32) * 32)),
     )
@@ -271,26 +327,41 @@ def _qmm_mma(
     activation: str | None,
     scale: float,
 ) -> mx.array:
-    rows, columns = x.shape[0], m.n if activation is None else m.n // 2
+    inputs = {"x": x, "sums": sums, **matrix(m), "bias": bias, "residual": residual}
+    return launch(_mma_recipe, inputs, tile, m.spec.group_size, activation, scale)[0]
+
+
+def _mma_recipe(
+    tile: MmaTile,
+    group: int,
+    activation: str | None,
+    scale: float,
+    *,
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    **_: object,
+) -> Recipe:
+    rows, n = x.shape[0], w.shape[0]
     epilogue, constants = epilogue_of(bias, residual, activation, scale)
-    constants |= {"T": x.dtype, "S": m.scale_dtype, "GROUP": m.spec.group_size}
-    stages, shared = tile.stages(m.spec.group_size)
+    constants |= {"T": x.dtype, "S": scales.dtype, "GROUP": group}
+    stages, shared = tile.stages(group)
     constants |= {"TM": tile.tm, "WN": tile.wn, "WM": tile.wm, "WK": tile.wk, "STAGES": stages}
-    return launch(
+    return Recipe(
         "qmm/qmm_mma.cuh",
         "qrun::QmmMma<T, S, GROUP, TM, WN, WM, WK, STAGES>{x, sums, w, scales, biases, x_shape[0], "
         f"w_shape[0], w_shape[1] * 8, x_shape[1], sums_shape[1]}}.run({epilogue});",
-        {"x": x, "sums": sums, **matrix(m), "bias": bias, "residual": residual},
-        {"y": ((rows, columns), x.dtype)},
+        {"y": ((rows, n if activation is None else n // 2), x.dtype)},
         constants,
-        (ceil_div(m.n, tile.bn), ceil_div(rows, tile.bm), 1),
+        (ceil_div(n, tile.bn), ceil_div(rows, tile.bm), 1),
         Shape(32 * tile.wn * tile.wm * tile.wk, 1, shared),
-    )[0]
+    )
 
 
 def _qmm_wgmma(
     arranged: mx.array,
-    done: mx.array,
     x: mx.array,  # for its number of rows
     m: QuantizedMatrix,
     tile: WgmmaTile,
@@ -299,27 +370,32 @@ def _qmm_wgmma(
     activation: str | None,
     scale: float,
 ) -> mx.array:
-    rows, columns = x.shape[0], m.n if activation is None else m.n // 2
-    across, along = ceil_div(rows, tile.bm), ceil_div(m.n, tile.bn)
+    inputs = {"x": x, "arranged": arranged, **matrix(m), "bias": bias, "residual": residual}
+    return launch(_wgmma_recipe, inputs, tile, m.spec.group_size, activation, scale)[0]
+
+
+def _wgmma_recipe(
+    tile: WgmmaTile,
+    group: int,
+    activation: str | None,
+    scale: float,
+    *,
+    x: mx.array,
+    w: mx.array,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    **_: object,
+) -> Recipe:
+    rows, n = x.shape[0], w.shape[0]
     epilogue, constants = epilogue_of(bias, residual, activation, scale)
-    constants |= {"T": x.dtype, "GROUP": m.spec.group_size, "BM": tile.bm, "WN": tile.wn}
+    constants |= {"T": x.dtype, "GROUP": group, "BM": tile.bm, "WN": tile.wn}
     constants |= {"STAGES": tile.stages, "SPLITS": tile.splits, "AHEAD": tile.ahead}
-    sums = across * along * tile.splits * tile.bm * tile.bn if tile.splits > 1 else 4
-    return launch(
+    return Recipe(
         "qmm/qmm_wgmma.cuh",
         "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, SPLITS, AHEAD>{arranged, w, scales, biases, "
-        "reinterpret_cast<float4*>(parts), const_cast<int*>(done), x_shape[0], w_shape[0], "
-        f"w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
-        {
-            "x": x,
-            "arranged": arranged,
-            "done": done,
-            **matrix(m),
-            "bias": bias,
-            "residual": residual,
-        },
-        {"y": ((rows, columns), x.dtype), "parts": ((sums,), mx.float32)},
+        f"x_shape[0], w_shape[0], w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
+        {"y": ((rows, n if activation is None else n // 2), x.dtype)},
         constants,
-        (across, along, tile.splits),
-        Shape(128 * tile.wn, tile.blocks, tile.shared),
-    )[0]
+        (ceil_div(rows, tile.bm) * tile.splits, ceil_div(n, tile.bn), 1),
+        Shape(128 * tile.wn, tile.blocks, tile.shared, tile.splits),
+    )

@@ -23,7 +23,7 @@ import numpy as np
 from qrun.ops import _cuda_driver as driver
 from qrun.ops._cuda_addresses import addresses
 from qrun.ops._cuda_compile import compile_all
-from qrun.ops._cuda_launch import Kernel, Output, run_by
+from qrun.ops._cuda_launch import Plan, run_by
 from qrun.ops._cuda_memory import ENDLESS, Room, aligned
 from qrun.ops._launch import Arrays, Step, enqueued
 
@@ -36,20 +36,28 @@ class NotRecordableError(Exception):
 
 
 class Block:
-    """Memory for one result of a launch."""
+    """Memory for one result of a launch; address 0 as long as nobody knows."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size  # bytes
+    __slots__ = ("address", "size")
+
+    def __init__(self, size: int, address: int = 0) -> None:
+        self.size, self.address = size, address  # in bytes
 
 
-@dataclass(frozen=True, eq=False)
 class Slot:
     """Stands for an array where our own launches make it: a place in a block of memory."""
 
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-    block: Block
-    start: int = 0  # bytes from the start of the block
+    __slots__ = ("block", "dtype", "shape", "start")
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: mx.Dtype, block: Block, start: int = 0
+    ) -> None:
+        self.shape, self.dtype, self.block = shape, dtype, block
+        self.start = start  # bytes from the start of the block
+
+    @property
+    def address(self) -> int:
+        return self.block.address + self.start
 
     @property
     def ndim(self) -> int:
@@ -81,7 +89,7 @@ def new_slot(
     shape: tuple[int, ...], dtype: mx.Dtype, block: Callable[[int], Block] = Block
 ) -> Slot:
     """A place of that shape at the start of a block of its own."""
-    return Slot(tuple(shape), dtype, block(aligned(prod(shape) * dtype.size)))
+    return Slot(shape, dtype, block(aligned(prod(shape) * dtype.size)))
 
 
 NOT_RECORDABLE = (NotRecordableError, TypeError, ValueError)  # the latter: how MLX refuses a Slot
@@ -89,10 +97,8 @@ NOT_RECORDABLE = (NotRecordableError, TypeError, ValueError)  # the latter: how 
 
 @dataclass(frozen=True)
 class _Launch:
-    kernel: Kernel
+    plan: Plan
     arrays: list[mx.array | Slot]  # inputs, then outputs
-    numbers: list[int]
-    grid: tuple[int, int, int]
 
 
 class Tape:
@@ -103,17 +109,10 @@ class Tape:
         self.outputs: list[Slot] = []
         self.launches: list[_Launch] = []
 
-    def run(
-        self,
-        kernel: Kernel,
-        inputs: list[mx.array],
-        numbers: list[int],
-        outputs: list[Output],
-        grid: tuple[int, int, int],
-    ) -> list[mx.array]:
+    def run(self, plan: Plan, inputs: Arrays) -> Arrays:
         """A runner of _cuda_launch.py that only takes notes."""
-        made = [new_slot(shape, dtype) for shape, dtype in outputs]
-        self.launches.append(_Launch(kernel, [*inputs, *made], numbers, grid))
+        made = [new_slot(shape, dtype) for shape, dtype in plan.outputs]
+        self.launches.append(_Launch(plan, [*inputs, *made]))
         return cast(Arrays, made)
 
     def outside(self) -> Arrays:
@@ -187,7 +186,7 @@ def record(step: Step, inputs: Arrays, state: Arrays) -> Tape | None:
 
 def load(tape: Tape) -> None:
     """Its kernels onto the device; those never compiled yet are compiled side by side."""
-    kernels = {each.kernel.name: each.kernel for each in tape.launches}
+    kernels = {each.plan.kernel.name: each.plan.kernel for each in tape.launches}
     compile_all([kernel.text for kernel in kernels.values() if not driver.loaded(kernel)])
     for kernel in kernels.values():
         driver.function(kernel)
@@ -267,7 +266,7 @@ class Program:
         self._graph = driver.Graph()
         for each in tape.launches:
             at = [self._at(a) if isinstance(a, Slot) else where[id(a)] for a in each.arrays]
-            self._graph.stream.launch(each.kernel, each.grid, at, each.numbers, early=EARLY)
+            self._graph.stream.launch(each.plan, at)
         self._graph.end()
 
     def _at(self, slot: Slot) -> int:
@@ -326,7 +325,3 @@ def copied(memory: mx.array, start: int, slot: Slot) -> mx.array:
     copy = memory[start : start + slot.nbytes].view(slot.dtype).reshape(slot.shape) + 0
     mx.eval(copy)
     return copy
-
-
-# Whether kernels start early, see above.
-EARLY = True

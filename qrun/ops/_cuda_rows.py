@@ -9,6 +9,8 @@ import mlx.core as mx
 
 from qrun.ops._cuda_launch import (
     Constant,
+    Output,
+    Recipe,
     Shape,
     after,
     ceil_div,
@@ -19,6 +21,7 @@ from qrun.ops._cuda_launch import (
     scheme_of,
 )
 from qrun.ops.matrix import QuantizedMatrix
+from qrun.quantization import Quantization
 
 
 def rms_norm(
@@ -28,104 +31,136 @@ def rms_norm(
     residual: mx.array | None = None,
     centered: bool = False,
 ) -> mx.array:
+    inputs = {"x": x, "weight": weight, "residual": residual}
+    return launch(_rms_norm_recipe, inputs, eps, centered)[0]
+
+
+def _rms_norm_recipe(
+    eps: float, centered: bool, *, x: mx.array, residual: mx.array | None, **_: object
+) -> Recipe:
     rows, k = x.shape
     vec = 8 if k % 8 == 0 else 1
-    return launch(
+    return Recipe(
         "rms_norm/rms_norm.cuh",
         f"qrun::rms_norm<VEC, CENTERED>(x, weight, {pointer('residual', residual, 'T')}, y, "
         f"{literal(eps)}, x_shape[1], 0, x_shape[1]);",
-        {"x": x, "weight": weight, "residual": residual},
         {"y": (x.shape, x.dtype)},
         {"T": x.dtype, "VEC": vec, "CENTERED": centered},
         (rows, 1, 1),
         Shape(min(1024, ceil_div(ceil_div(k, vec), 32) * 32)),
-    )[0]
+    )
 
 
 def rms_norm_parts(x: mx.array, weights: Sequence[mx.array], eps: float) -> mx.array:
     """Part y of the grid norms its columns; the last one copies what is left."""
+    inputs: dict[str, mx.array | None] = {f"weight_{i}": w for i, w in enumerate(weights)}
+    return launch(_rms_norm_parts_recipe, {"x": x, **inputs}, eps)[0]
+
+
+def _rms_norm_parts_recipe(eps: float, *, x: mx.array, **weights: mx.array) -> Recipe:
     rows, k = x.shape
-    ends = [0, *accumulate(w.size for w in weights), k]
+    ends = [0, *accumulate(w.size for w in weights.values()), k]
     vec = 8 if all(end % 8 == 0 for end in ends) else 1
     parts = "".join(
         f"if (blockIdx.y == {i}) qrun::rms_norm<VEC, false>(x, {weight}, "
         f"static_cast<const T*>(nullptr), y, {literal(eps)}, {k}, {ends[i]}, {ends[i + 1]});\n  "
-        for i, weight in enumerate(
-            [*(f"weight_{i}" for i in range(len(weights))), "static_cast<const float*>(nullptr)"]
-        )
+        for i, weight in enumerate([*weights, "static_cast<const float*>(nullptr)"])
     )
     widest = max(b - a for a, b in pairwise(ends))
-    return launch(
+    return Recipe(
         "rms_norm/rms_norm.cuh",
         parts,
-        {"x": x, **{f"weight_{i}": w for i, w in enumerate(weights)}},
         {"y": (x.shape, x.dtype)},
         {"T": x.dtype, "VEC": vec},
         (rows, len(ends) - 1, 1),
         Shape(min(1024, ceil_div(ceil_div(widest, vec), 32) * 32)),
-    )[0]
+    )
 
 
 def softcap(x: mx.array, limit: float) -> mx.array:
-    return launch(
+    return launch(_softcap_recipe, {"x": x}, limit)[0]
+
+
+def _softcap_recipe(limit: float, *, x: mx.array) -> Recipe:
+    return Recipe(
         "softcap/softcap.cuh",
         f"qrun::softcap(x, y, {literal(limit)}, x_shape[0] * (x_shape[1] * 1LL));",
-        {"x": x},
         {"y": (x.shape, x.dtype)},
         {},
         (ceil_div(x.size, 256), 1, 1),
         Shape(256),
-    )[0]
+    )
 
 
 def swiglu(gate_up: mx.array) -> mx.array:
+    return launch(_swiglu_recipe, {"gate_up": gate_up})[0]
+
+
+def _swiglu_recipe(*, gate_up: mx.array) -> Recipe:
     rows, columns = gate_up.shape
-    count = rows * columns // 2
-    return launch(
+    return Recipe(
         "swiglu/swiglu.cuh",
         "qrun::swiglu(gate_up, y, gate_up_shape[0] * (gate_up_shape[1] / 2LL));",
-        {"gate_up": gate_up},
         {"y": ((rows, columns // 2), gate_up.dtype)},
         {},
-        (ceil_div(count, 256), 1, 1),
+        (ceil_div(rows * columns // 2, 256), 1, 1),
         Shape(256),
-    )[0]
+    )
 
 
 def argmax(logits: mx.array, limit: int) -> mx.array:
+    values, indices = launch(_argmax_part_recipe, {"logits": logits}, limit)
+    return launch(_argmax_merge_recipe, {"values": values, "indices": indices}, limit)[0]
+
+
+def _argmax_part_recipe(limit: int, *, logits: mx.array) -> Recipe:
     rows, threads = logits.shape[0], 256
     parts = min(128, ceil_div(limit, 4 * threads))
-    values, indices = launch(
+    return Recipe(
         "argmax/argmax.cuh",
         f"qrun::argmax_part(logits, values, indices, logits_shape[1], {limit});",
-        {"logits": logits},
         {"values": ((rows, parts), mx.float32), "indices": ((rows, parts), mx.int32)},
         {},
         (parts, rows, 1),
         Shape(threads),
     )
-    return launch(
+
+
+def _argmax_merge_recipe(limit: int, *, values: mx.array, indices: mx.array) -> Recipe:
+    rows, parts = values.shape
+    return Recipe(
         "argmax/argmax.cuh",
         f"qrun::argmax_merge(values, indices, out, values_shape[1], {limit});",
-        {"values": values, "indices": indices},
-        {"out": ((rows,), mx.int32)},
+        {"out": ((rows,), indices.dtype)},
         {},
         (rows, 1, 1),
         Shape(min(128, ceil_div(parts, 32) * 32)),
-    )[0]
+    )
 
 
 def embedding(ids: mx.array, m: QuantizedMatrix, *, dtype: mx.Dtype, scale: float) -> mx.array:
-    scheme, constants = scheme_of(m, str(m.k))
-    return launch(
+    return launch(_embedding_recipe, {"ids": ids, **matrix(m)}, m.spec, m.k, dtype, scale)[0]
+
+
+def _embedding_recipe(
+    spec: Quantization,
+    k: int,
+    dtype: mx.Dtype,
+    scale: float,
+    *,
+    ids: mx.array,
+    scales: mx.array,
+    **_: object,
+) -> Recipe:
+    scheme, constants = scheme_of(spec, scales.dtype, str(k))
+    return Recipe(
         "embedding/embedding.cuh",
-        f"qrun::embedding(ids, {scheme}, y, {literal(scale)}, w_shape[0], {m.k});",
-        {"ids": ids, **matrix(m)},
-        {"y": ((ids.size, m.k), dtype)},
+        f"qrun::embedding(ids, {scheme}, y, {literal(scale)}, w_shape[0], {k});",
+        {"y": ((ids.size, k), dtype)},
         constants,
-        (ceil_div(m.k, 8 * 64), ids.size, 1),
+        (ceil_div(k, 8 * 64), ids.size, 1),
         Shape(64),
-    )[0]
+    )
 
 
 def rope(
@@ -146,29 +181,39 @@ def rope(
     write into an input does not count. q does: what reads the caches for these tokens takes q too.
     Between two calls that append to the same cache the first one's results must be evaluated.
     """
-    batch, kv_heads, _, d = k_cache.shape
+    arrays = {"qkv": qkv, "k_cache": k_cache, "v_cache": v_cache, "offset": offset, "table": table}
+    q = launch(_rope_recipe, {**arrays, "q_norm": q_norm, "k_norm": k_norm}, heads, eps)[0]
+    k_cache, v_cache = after([k_cache, v_cache], q)
+    return q, k_cache, v_cache
+
+
+def _rope_recipe(
+    heads: int,
+    eps: float,
+    *,
+    qkv: mx.array,
+    k_cache: mx.array,
+    table: mx.array,
+    q_norm: mx.array | None,
+    k_norm: mx.array | None,
+    **_: object,
+) -> Recipe:
+    (batch, kv_heads), d = k_cache.shape[:2], k_cache.shape[3]
     length = qkv.shape[0] // batch
     constants: dict[str, Constant] = {"T": qkv.dtype, "C": k_cache.dtype}
     constants["QN"] = mx.float32 if q_norm is None else q_norm.dtype
     constants["KN"] = mx.float32 if k_norm is None else k_norm.dtype
-    source = (
+    return Recipe(
+        "rope/rope.cuh",
         f"qrun::Rope<T, C, QN, KN>{{qkv, offset, table, {pointer('q_norm', q_norm, 'QN')}, "
         f"{pointer('k_norm', k_norm, 'KN')}, {literal(eps)}, q, const_cast<C*>(k_cache), "
         f"const_cast<C*>(v_cache), {heads}, {kv_heads}, qkv_shape[0] / {batch}, {d}, "
-        f"{table.shape[1]}, k_cache_shape[2]}}.run();"
-    )
-    arrays = {"qkv": qkv, "k_cache": k_cache, "v_cache": v_cache, "offset": offset, "table": table}
-    q = launch(
-        "rope/rope.cuh",
-        source,
-        {**arrays, "q_norm": q_norm, "k_norm": k_norm},
+        f"{table.shape[1]}, k_cache_shape[2]}}.run();",
         {"q": ((batch, heads, length, d), qkv.dtype)},
         constants,
         (ceil_div(heads + 2 * kv_heads, 4), batch * length, 1),
         Shape(128),
-    )[0]
-    k_cache, v_cache = after([k_cache, v_cache], q)
-    return q, k_cache, v_cache
+    )
 
 
 def sdpa(
@@ -181,37 +226,43 @@ def sdpa(
     window: int,
     softcap: float,
 ) -> mx.array:
-    arrays: dict[str, mx.array | None] = {
-        "q": q,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "offset": offset,
-    }
-    sizes = f"{literal(scale)}, {literal(softcap)}, {window}, q_shape[1], k_cache_shape[1], "
-    sizes += "q_shape[2], k_cache_shape[2]"
+    arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "offset": offset}
     d, same = q.shape[3], q.dtype == k_cache.dtype == v_cache.dtype != mx.float32
     if q.shape[2] > 8 and same and d % 16 == 0 and d <= 256:
-        return _sdpa_prefill(arrays, q, sizes)
-    return _sdpa_decode(arrays, q, k_cache, sizes)
+        return launch(_prefill_recipe, {**arrays}, scale, softcap, window)[0]
+    out = launch(_decode_recipe, {**arrays}, scale, softcap, window)
+    if len(out) == 1:
+        return out[0]
+    inputs: dict[str, mx.array | None] = {"values": out[0], "stats": out[1]}
+    return launch(_merge_recipe, inputs, q.shape[0], q.shape[1], q.dtype)[0]
 
 
-def _sdpa_prefill(arrays: dict[str, mx.array | None], q: mx.array, sizes: str) -> mx.array:
+def _sizes(scale: float, softcap: float, window: int) -> str:
+    return (
+        f"{literal(scale)}, {literal(softcap)}, {window}, q_shape[1], k_cache_shape[1], "
+        "q_shape[2], k_cache_shape[2]"
+    )
+
+
+def _prefill_recipe(
+    scale: float, softcap: float, window: int, *, q: mx.array, **_: object
+) -> Recipe:
     batch, heads, length, d = q.shape
-    keys = 64 if d <= 128 else 32
-    return launch(
+    keys, sizes = 64 if d <= 128 else 32, _sizes(scale, softcap, window)
+    return Recipe(
         "sdpa/sdpa_prefill.cuh",
         f"qrun::SdpaPrefill<T, D, BK>{{q, k_cache, v_cache, offset, y, {sizes}}}.run();",
-        arrays,
         {"y": ((batch * length, heads * d), q.dtype)},
         {"T": q.dtype, "D": d, "BK": keys},
         (ceil_div(length, 64), heads, batch),
         Shape(128, 1, 2 * 2 * keys * (d + 8) * 2),
-    )[0]
+    )
 
 
-def _sdpa_decode(
-    arrays: dict[str, mx.array | None], q: mx.array, k_cache: mx.array, sizes: str
-) -> mx.array:
+def _decode_recipe(
+    scale: float, softcap: float, window: int, *, q: mx.array, k_cache: mx.array, **_: object
+) -> Recipe:
+    """One output, or, where several blocks share the keys of a query, parts for `_merge_recipe`."""
     batch, heads, length, d = q.shape
     kv_heads, capacity = k_cache.shape[1:3]
     alike = heads // kv_heads * length  # queries that share a key
@@ -220,39 +271,33 @@ def _sdpa_decode(
     blocks = batch * kv_heads * ceil_div(alike, rows)
     # Enough blocks for every SM twice, but at least 64 keys in each.
     splits = max(1, min(32, ceil_div(264, blocks), capacity // 64))
-    y: tuple[tuple[int, ...], mx.Dtype] = ((batch * length, heads * d), q.dtype)
-    one = {"y": y}
-    parts = {
+    one: dict[str, Output] = {"y": ((batch * length, heads * d), q.dtype)}
+    parts: dict[str, Output] = {
         "values": ((batch * heads * length, splits, d), mx.float32),
         "stats": ((batch * heads * length, splits, 2), mx.float32),
     }
     where = "y, nullptr, nullptr" if splits == 1 else "nullptr, values, stats"
-    out = launch(
+    return Recipe(
         "sdpa/sdpa_decode.cuh",
-        "qrun::SdpaDecode<T, C, D, VEC, ROWS, WARPS>"
-        f"{{q, k_cache, v_cache, offset, {sizes}, {splits}}}.run({where});",
-        arrays,
+        "qrun::SdpaDecode<T, C, D, VEC, ROWS, WARPS>{q, k_cache, v_cache, offset, "
+        f"{_sizes(scale, softcap, window)}, {splits}}}.run({where});",
         one if splits == 1 else parts,
-        {
-            "T": q.dtype,
-            "C": k_cache.dtype,
-            "D": d,
-            "VEC": vec,
-            "ROWS": rows,
-            "WARPS": warps,
-        },
+        {"T": q.dtype, "C": k_cache.dtype, "D": d, "VEC": vec, "ROWS": rows, "WARPS": warps},
         (splits, batch * kv_heads, ceil_div(alike, rows)),
         Shape(32 * warps, 1, warps * rows * (d + 2) * 4),
     )
-    if splits == 1:
-        return out[0]
-    return launch(
+
+
+def _merge_recipe(
+    batch: int, heads: int, dtype: mx.Dtype, *, values: mx.array, stats: mx.array
+) -> Recipe:
+    queries, _, d = values.shape
+    return Recipe(
         "sdpa/sdpa_decode.cuh",
         f"qrun::sdpa_merge<D>(values, stats, y, values_shape[1], {heads}, "
         f"values_shape[0] / {batch * heads});",
-        {"values": out[0], "stats": out[1]},
-        one,
+        {"y": ((queries // heads, heads * d), dtype)},
         {"D": d},
-        (batch * heads * length, 1, 1),
+        (queries, 1, 1),
         Shape(ceil_div(d, 32) * 32),
-    )[0]
+    )

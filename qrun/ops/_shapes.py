@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -14,16 +15,21 @@ def check_shape(op: str, name: str, array: mx.array, axes: str, **sizes: int) ->
 
     Names given in `sizes` must agree; the others are bound and returned with them.
     """
-    names = axes.split()
-    if array.ndim != len(names):
+    names, shape = _names(axes), array.shape
+    if len(shape) != len(names):
         raise ValueError(
-            f"{op}: {name} must have axes ({', '.join(names)}), but its shape is {array.shape}"
+            f"{op}: {name} must have axes ({', '.join(names)}), but its shape is {shape}"
         )
-    for axis, size in zip(names, array.shape, strict=True):
+    for axis, size in zip(names, shape, strict=False):
         want = sizes.setdefault(axis, size)
         if size != want:
             raise ValueError(f"{op}: axis {axis} of {name} is {size}, must be {want}")
     return sizes
+
+
+@cache
+def _names(axes: str) -> list[str]:
+    return axes.split()
 
 
 def check_dtype(op: str, name: str, array: mx.array, *allowed: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from qrun.ops import _cuda, _cuda_product, _cuda_tiles
-from qrun.ops._cuda_launch import Kernel, Output, run_by
+from qrun.ops._cuda_launch import Kernel, Plan, run_by
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import MODES, Quantization
 
@@ -22,15 +22,9 @@ def record(generation: int) -> list[Kernel]:
     """
     found: dict[str, Kernel] = {}
 
-    def note(
-        kernel: Kernel,
-        inputs: list[mx.array],
-        numbers: list[int],
-        outputs: list[Output],
-        grid: tuple[int, int, int],
-    ) -> list[mx.array]:
-        found[kernel.name] = kernel
-        return [mx.zeros(shape, dtype) for shape, dtype in outputs]
+    def note(plan: Plan, inputs: list[mx.array]) -> list[mx.array]:
+        found[plan.kernel.name] = plan.kernel
+        return [mx.zeros(shape, dtype) for shape, dtype in plan.outputs]
 
     real = _cuda_product.generation
     _cuda_product.generation = lambda: generation

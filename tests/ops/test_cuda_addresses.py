@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from itertools import count
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 
 from qrun.ops import _cuda_addresses
 from qrun.ops._cuda_addresses import AT_ONCE, address_of, addresses
+from qrun.ops._cuda_launch import Plan
 
 
 class Device:
@@ -25,9 +25,7 @@ class Device:
         monkeypatch.setattr(_cuda_addresses, "by_mlx", self.run)
         monkeypatch.setattr(_cuda_addresses, "_known", {})
 
-    def run(
-        self, kernel: Any, inputs: list[mx.array], numbers: Any, outputs: Any, grid: Any
-    ) -> list[mx.array]:
+    def run(self, plan: Plan, inputs: list[mx.array]) -> list[mx.array]:
         assert len(inputs) == AT_ONCE
         self.launches += 1
         at = [next(self._next) if id(a) in self.strided else self.at(a) for a in inputs]

@@ -13,7 +13,7 @@ import pytest
 from qrun.generation import forward
 from qrun.loader import load
 from qrun.ops import _cuda, _cuda_direct, _cuda_driver, _cuda_product, _cuda_program, _launch
-from qrun.ops._cuda_launch import Kernel
+from qrun.ops._cuda_launch import Plan
 from qrun.ops._cuda_memory import ALIGNMENT, Room
 from qrun.ops._cuda_program import Slot, Tape, record
 from qrun.ops._launch import Arrays
@@ -48,13 +48,11 @@ class Card:
         return self._at.setdefault(id(array), (array, next(self._free)))[1]
 
     def load(self, tape: Tape) -> None:
-        self.kernels |= {each.kernel.name for each in tape.launches}
+        self.kernels |= {each.plan.kernel.name for each in tape.launches}
 
-    def launch(
-        self, kernel: Kernel, grid: object, pointers: list[int], numbers: object, *, early: bool
-    ) -> None:
-        assert kernel.name in self.kernels
-        self.launched.append((kernel.name, pointers))
+    def launch(self, plan: Plan, pointers: list[int]) -> None:
+        assert plan.kernel.name in self.kernels
+        self.launched.append((plan.kernel.name, pointers))
 
     def part(self, address: int, size: int) -> memoryview:
         return memoryview(bytes(size))
@@ -87,7 +85,9 @@ def test_results_lie_apart_as_long_as_they_are_read(case: str, tmp_path: Path, c
         card.launched.clear()
         (answer,), _ = _cuda_direct.once(step)(inputs, cache.state)
         assert (answer.shape, answer.dtype) == ((1,), mx.int32)
-        assert [name for name, _ in card.launched] == [each.kernel.name for each in tape.launches]
+        assert [name for name, _ in card.launched] == [
+            each.plan.kernel.name for each in tape.launches
+        ]
 
         where: dict[Any, int] = {}
         uses: dict[Any, list[int]] = {}
