@@ -19,6 +19,7 @@ HELPERS = {"__init__", "cuda_sources", "matrices", "metal_epilogues", "metal_sup
 MORE = {
     "cuda_addresses",
     "cuda_direct",
+    "cuda_launch",
     "cuda_program",
     "cpu_layer",
     "cpu_products",
