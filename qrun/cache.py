@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from qrun.errors import UsageError
+from qrun.hardware import sparing
 from qrun.ops import _launch
 from qrun.positions import Rope
 
@@ -71,7 +72,8 @@ class Cache:
         fresh = whole - self.capacity
         if fresh:
             self.hold(self._grown(self.state, fresh))
-        tables = {rope: rope.table(whole, self.planned) for rope in ropes}
+        with sparing():  # float64 on the way takes six times what stays
+            tables = {rope: rope.table(whole, self.planned) for rope in ropes}
         self.tables = [tables[spec.rope] for spec in self.specs]
         self.capacity = whole
 

@@ -42,10 +42,9 @@ class Rope:
         """
         inv_freq = self.inv_freq(length or capacity)
         with mx.stream(mx.cpu):
-            starts = _turns(range(0, capacity, BLOCK), inv_freq)[:, None]
-            inside = _turns(range(BLOCK), inv_freq)[None] * self.factor
-            (c, s), (d, t) = (mx.split(x, 2, axis=-1) for x in (starts, inside))
-            pairs = mx.concatenate([c * d - s * t, s * d + c * t], axis=-1).astype(mx.float32)
+            c, s = _turns(range(0, capacity, BLOCK), inv_freq)[:, :, None]
+            d, t = _turns(range(BLOCK), inv_freq)[:, None] * self.factor
+            pairs = mx.stack([c * d - s * t, s * d + c * t], axis=-1).astype(mx.float32)
             table = pairs.reshape(-1, len(inv_freq), 2)[:capacity]
             mx.eval(table)  # on a GPU's stream nothing of it is left to do
         return table
@@ -56,9 +55,10 @@ class Rope:
 
 
 def _turns(positions: range, inv_freq: Frequencies) -> mx.array:
-    """cos and sin of positions * inv_freq, float64 (P, R/2, 2)."""
-    angles = [[p * f for f in inv_freq] for p in positions]
-    return mx.array([[(math.cos(a), math.sin(a)) for a in row] for row in angles], mx.float64)
+    """cos and sin of positions * inv_freq, float64 (2, P, R/2)."""
+    angles = [p * f for p in positions for f in inv_freq]
+    turns = [list(map(turn, angles)) for turn in (math.cos, math.sin)]
+    return mx.array(turns, mx.float64).reshape(2, len(positions), len(inv_freq))
 
 
 def rope_from(

@@ -117,14 +117,14 @@ def test_the_folder_names_what_it_is(smollm2: Path) -> None:
 
 @pytest.mark.native
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count resident pages otherwise")
-@pytest.mark.parametrize(("words", "slack"), [(5, 60e6), (470, 65e6)])
+@pytest.mark.parametrize("words", [5, 470])
 def test_memory_is_weights_cache_and_60_mb(
-    cli: Run, smollm2: Path, smollm2_model: LoadedModel, words: int, slack: float
+    cli: Run, smollm2: Path, smollm2_model: LoadedModel, words: int
 ) -> None:
-    """The peak of a whole process. 35 tokens leave 9 MB of 60 to spare; 500 take 61 to 62 here."""
+    """The peak of a whole process. 35 tokens leave 9 MB of 60 to spare, 500 leave 2 here."""
     prompt = " ".join(["word"] * words)
     done = cli("generate", smollm2, "-p", prompt, "-n", 12, "--stats", "--no-tune")
     assert done.code == 0, done.err
     told = dict(line.split(None, 1) for line in done.err.splitlines())
     held = smollm2_model.new_cache(words + 42).nbytes
-    assert int(told["peak"].split()[0]) * 1e6 < smollm2_model.step_bytes + held + slack
+    assert int(told["peak"].split()[0]) * 1e6 < smollm2_model.step_bytes + held + 60e6

@@ -8,8 +8,6 @@
 #include <malloc.h>
 #endif
 
-#include <cstdlib>
-#include <memory>
 #include <mutex>
 #include <new>
 #include <optional>
@@ -160,21 +158,15 @@ void trim() {
 }
 
 char* workspace(size_t bytes) {
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
-  };
-  static thread_local std::unique_ptr<char, Free> memory;
+  static thread_local std::optional<mx::array> memory;
   static thread_local size_t held = 0;
-  if (held < bytes) {
-    memory.reset();  // first: the new one may take its place
-    held = in_lines(bytes);
-    memory.reset(static_cast<char*>(std::aligned_alloc(kLine, held)));
-    if (!memory) {
-      held = 0;
-      throw std::bad_alloc();
-    }
+  if (!memory || held < bytes) {
+    memory.reset();  // with its pages, which as free memory of this thread would serve nobody else
+    memory = mapped(bytes + kLine);
+    held = bytes;
   }
-  return memory.get();
+  char* data = memory->data<char>();
+  return data + to_line(data);
 }
 
 mem::Data block(size_t bytes) {

@@ -42,6 +42,13 @@ struct Workspace {
   alignas(64) Square nowhere;  // what a march adds before it has sums
 };
 
+// A thread's own from its first product on. Not a thread_local Workspace: of that every thread that
+// calls any op of ours gets all pages, filled with zeros.
+struct OwnWorkspace {
+  Workspace* memory = new Workspace;
+  ~OwnWorkspace() { delete memory; }
+};
+
 // Where the sums of a step belong.
 struct Step {
   float* acc;           // a Square
@@ -319,7 +326,7 @@ static void run(const Matrix& w, const Digits& x, const Epilogue& e, int block0,
 
 static void amx_product(const Matrix& w, const Digits& x, const Epilogue& e, int block0, int block1,
                         int tile0, int tile1) {
-  static thread_local Workspace space;
+  static thread_local const OwnWorkspace own;
   configure_tiles();
   constexpr int pays = 4;  // tiles of x from which rounding w costs less than the steps it saves
   const auto step = x.count == 3        ? run<3, false>
@@ -329,7 +336,7 @@ static void amx_product(const Matrix& w, const Digits& x, const Epilogue& e, int
   for (int t = tile0; t < tile1; t += kTilesAtOnce)
     for (int b = block0; b < block1; b += 2 * kPairs)
       step(w, x, e, b, block1 - b < 2 * kPairs ? block1 - b : 2 * kPairs, t,
-           tile1 - t < kTilesAtOnce ? tile1 - t : kTilesAtOnce, space);
+           tile1 - t < kTilesAtOnce ? tile1 - t : kTilesAtOnce, *own.memory);
   QRUN_TILES_DONE();
 }
 

@@ -278,7 +278,7 @@ void sdpa(const Sdpa& a, int item0, int item1) {
   const int group = a.heads / a.kv_heads, rows_all = group * a.length, tiles = row_tiles(a);
   const int D = a.head_dim, d16 = (D + 15) & ~15;
   alignas(64) float q[kMaxRows * kMaxHead];
-  static thread_local State part, total;
+  State part, total;
   for (int item = item0; item < item1; item++) {
     const int chunk = a.partial ? item % a.chunks : -1, unit = a.partial ? item / a.chunks : item;
     const int tile = unit % tiles, head = unit / tiles, kv = head % a.kv_heads,
