@@ -255,11 +255,10 @@ def odd_cases() -> list[str]:
             x = mx.zeros((rows, k), bf16)
             tiles = [_cuda_tiles.mma_tile(rows, n, group)]
             for tile in (
-                _cuda_tiles.WgmmaTile(16, 2, 4, 2, 2, 2),
-                _cuda_tiles.WgmmaTile(64, 2, 6, 2),
+                _cuda_tiles.WgmmaTile(16, 2, 8, 2, 3, splits=3),
+                _cuda_tiles.WgmmaTile(64, 2, 6, 1, 3),
             ):
                 tiles += [tile] if ceil_div(k, 128) >= tile.splits else []
-
             for tile in tiles:
                 add(
                     f"qmm {n}x{k} group {group} M {rows} {tile}",

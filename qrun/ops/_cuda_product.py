@@ -78,6 +78,10 @@ def qmv(
     if not tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
     tile = qmv_tile(x.shape[0], m.n, m.k, m.spec.group_size, m.scale_dtype.size)
+    if tile.rows < x.shape[0] and alone() and generation() == 9 and x.dtype == m.scale_dtype:
+        # x does not fit into shared memory: w would be read twice.
+        wide = wgmma_tile(x.shape[0], m.n, m.k)
+        return _qmm(x, m, wide, norm, bias, residual, activation, scale)
     return _qmv(x, m, tile, norm, bias, residual, activation, scale)
 
 
