@@ -319,6 +319,7 @@ def test_results_say_what_happened(endless: LoadedModel) -> None:
     assert result.timings.prefill > 0
     assert result.timings.decode > 0
     assert result.prefill_rate == pytest.approx(5 / result.timings.prefill)
+    assert result.decode_steps == 8
     assert result.decode_rate == pytest.approx(8 / result.timings.decode)
     # From 5 to 13 positions: the last token is not fed back. 2 layers, k and v, 2 heads of 32 dims,
     # float32.
