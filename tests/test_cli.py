@@ -70,6 +70,11 @@ def test_statistics_of_what_there_was(
     assert [line.split()[0] for line in done.err.splitlines()] == told
 
 
+def test_statistics_of_one_are_singular(command: Run, tiny_folder: Path) -> None:
+    done = command("generate", tiny_folder, "-p", "x", "--raw", "-n", 2, "--stats", "-q")
+    assert re.search(r"prefill .* tok/s   1 token\n(.*\n)*decode .* tok/s   1 step\n", done.err)
+
+
 def test_json_is_one_object(cli: Run, tiny_folder: Path) -> None:
     done = cli("generate", tiny_folder, "-p", "hello", "-n", 8, "--json", "--stats", "--seed", 7)
     report = json.loads(done.out)

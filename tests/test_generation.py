@@ -326,6 +326,14 @@ def test_results_say_what_happened(endless: LoadedModel) -> None:
     assert result.cache_bytes == 9 * 2 * 2 * 2 * 32 * 4
 
 
+def test_the_step_of_an_end_token_is_counted(endless: LoadedModel) -> None:
+    ids = qrun.generate(endless, IDS, max_tokens=9).tokens
+    end = next(i for i in range(1, 9) if ids[i] not in ids[:i])
+    result = qrun.generate(replace(endless, eos=frozenset({ids[end]})), IDS, max_tokens=9)
+    assert (len(result.tokens), result.decode_steps) == (end, end)
+    assert qrun.generate(endless, IDS, max_tokens=0).decode_steps == 0
+
+
 def test_a_single_stop_string_is_one_string(endless: LoadedModel) -> None:
     whole = qrun.generate(endless, "x", raw=True, max_tokens=20).text
     stop = whole[5:9]
