@@ -140,7 +140,7 @@ def started(
 
 
 def threads() -> int:
-    """Threads of the CPU's kernels; 0 on a GPU."""
+    """Threads of the CPU's kernels; 0 on a GPU, or where there are none."""
     if mx.default_device().type != mx.cpu or _launch.native_problem() is not None:
         return 0
     from qrun import _ext
@@ -184,7 +184,7 @@ def prompt(model: LoadedModel, tokens: int) -> list[int]:
 
 def read_rate(size: int = 256 << 20) -> float:
     """Bytes a second that a plain read loop over so many bytes reaches right now."""
-    if mx.default_device().type == mx.cpu:
+    if threads():
         from qrun import _ext
 
         return _ext.read_bandwidth(size, _ext.threads()) * 1e9
@@ -194,11 +194,11 @@ def read_rate(size: int = 256 << 20) -> float:
 
 
 def peak_rate(dtype: mx.Dtype = mx.float32) -> float | None:
-    """GFLOP/s that the instructions of qmm reach right now on all threads; None on a GPU.
+    """GFLOP/s that the instructions of qmm reach right now on all threads; None without `threads`.
 
     dtype: of x, which is taken apart into three numbers of 8 bits, or two (kernels/qmm/README.md).
     """
-    if mx.default_device().type != mx.cpu:
+    if not threads():
         return None
     from qrun import _ext
 

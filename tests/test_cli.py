@@ -349,6 +349,13 @@ def test_threads_that_are_no_number(command: Sequence[str], cli: Run, tiny_folde
     assert_fails(done, 2, "QRUN_NUM_THREADS=all: must be a number from 1 to 1024")
 
 
+@pytest.mark.skipif(not NATIVE, reason="the variable is the native kernels'")
+@pytest.mark.parametrize("command", [("generate", "-p", "x"), ("bench",)])
+def test_an_unknown_instruction_set(command: Sequence[str], cli: Run, tiny_folder: Path) -> None:
+    done = cli(*command, tiny_folder, QRUN_ISA="mmx")
+    assert_fails(done, 2, 'instruction set "mmx" (QRUN_ISA): unknown; known here: portable')
+
+
 @pytest.mark.parametrize("how", ["2>/dev/full", "2>&-"])
 def test_the_code_tells_where_nobody_reads_the_error(how: str, tmp_path: Path) -> None:
     command = f"exec {sys.executable} -m qrun generate {tmp_path}/nowhere -p x {how}"

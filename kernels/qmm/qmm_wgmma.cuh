@@ -12,11 +12,10 @@
 //       g+8 in 16 bytes each, all of one group, whose scale and bias it has too
 //
 // A word of w, codes n0 .. n7, is one lane's share of two wgmma: (n0, n4), (n2, n6) and (n1, n5), (n3, n7).
-// BN is four times BM in bytes of a run, so that both cost the L2 cache alike.
 //
 // gather_qmm: a row of x goes with one of E matrices, and equal ones follow each other. Of a tile of BM
 // rows a block computes all and writes those of its own matrix: block i < tiles takes the matrix of the
-// tile's first row, block tiles + e takes matrix e, if its first row lies within a tile.
+// tile's first row, block tiles + e takes matrix e, if its first row is not a tile's first.
 //
 // Where the tiles are fewer than the SMs, the SPLITS blocks of a cluster share the runs of a tile. Each leaves
 // its sums in its shared memory and adds up its share of the tile over all of them, in their order.
@@ -28,7 +27,7 @@
 
 namespace qrun {
 
-// Codes of a word -> operand a, without their factors' rounding: scale * q + bias, rounded once.
+// Codes of a word -> operand a, two a register: scale * q + bias, rounded once.
 template <typename T>
 struct Decode;
 

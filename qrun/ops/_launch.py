@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import mlx.core as mx
+
+from qrun.errors import UsageError
 
 if TYPE_CHECKING:
     from qrun.ops.matrix import QuantizedMatrix
@@ -133,9 +136,15 @@ def _load(name: str) -> Backend:
 
 @cache
 def native_problem() -> str | None:
-    """Why the native CPU kernels cannot run, in one line; None if they can."""
+    """Why the native CPU kernels cannot run, in one line; None if they can.
+
+    Raises UsageError for a QRUN_ISA that this machine has not.
+    """
     if not find_spec("qrun._ext"):
-        return "qrun was installed without its native CPU kernels (no C++ compiler was found)"
+        return (
+            f"no native CPU kernels lie in {Path(__file__).parent.parent} (a C++ compiler makes "
+            "them while qrun is installed)"
+        )
     try:
         ext: Any = import_module("qrun._ext")
     except ImportError as error:
@@ -146,4 +155,8 @@ def native_problem() -> str | None:
             f"qrun's native CPU kernels were built for mlx {ext.mlx_version}, "
             f"but mlx {installed} is installed"
         )
+    try:
+        ext.isa()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     return None
