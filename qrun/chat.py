@@ -20,7 +20,7 @@ RAW = "--raw gives the prompt to the model as it is"
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else chat_template in tokenizer_config.json (a string or a list)."""
     file = folder / "chat_template.jinja"
-    if os.path.lexists(file):  # also a link to nothing: without its template a model talks nonsense
+    if os.path.lexists(file):  # also a broken link: without its template a model talks nonsense
         refuse_non_files(file)
         try:
             text = file.read_text(encoding="utf-8")
@@ -82,6 +82,8 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
         )
 
     check_messages(messages)
+    system = any(m.get("role") == "system" for m in messages)
+    hint = f"leave out --system; {RAW}" if system else RAW
     sandbox = Sandbox(template, sum(STEP + len(str(m.get("content", ""))) for m in messages))
     sandbox.add({"tojson": tojson}, {"raise_exception": refuse, "strftime_now": now})
     try:
@@ -89,18 +91,18 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
     except TemplateSyntaxError as error:
         raise CheckpointError(
             f"the model's chat template is broken: {error.message} (line {error.lineno})",
-            hint=RAW,
+            hint=hint,
         ) from None
     except _RefusedError as error:
         raise UsageError(
-            f"the model's chat template refuses: {_first_line(error)}", hint=RAW
+            f"the model's chat template refuses: {_first_line(error)}", hint=hint
         ) from None
     except Exception as error:  # a template is a program: anything may come out of it
         raise CheckpointError(
-            f"the model's chat template fails: {_first_line(error)}", hint=RAW
+            f"the model's chat template fails: {_first_line(error)}", hint=hint
         ) from None
     if not text:
-        raise CheckpointError("the model's chat template makes no text of the messages", hint=RAW)
+        raise CheckpointError("the model's chat template makes no text of the messages", hint=hint)
     return text
 
 

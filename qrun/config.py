@@ -12,7 +12,7 @@ from typing import Any, cast
 from qrun.errors import CheckpointError
 
 AGAIN = "download the file again"
-TINY = 1e-30  # the least number that counts as positive
+TINY, HUGE = 1e-30, 1e30  # the least number that counts as positive, the largest of any
 UPDATE = "update qrun, or take a model without it"
 
 
@@ -40,7 +40,7 @@ def refuse_non_files(path: Path) -> None:
     try:
         kind = kinds.get(stat.S_IFMT(path.stat().st_mode))
     except OSError:  # an interrupted download leaves such a link; else, whoever opens it says why
-        kind = "a link to nothing" if path.is_symlink() else None
+        kind = "a broken link" if path.is_symlink() else None
     if kind:
         raise CheckpointError(f"{path} is {kind}, not a file", hint=AGAIN)
 
@@ -114,11 +114,13 @@ class Config:
         return self._typed(key, f"a whole number, {limit}", ok, default)
 
     def float(self, key: str, default: float | None = None, *, least: float = -math.inf) -> float:
-        """A finite number from `least` on."""
+        """A finite number from `least` to HUGE."""
         value = self.raw(key)
         ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-        ok = ok and abs(value) < 1 / TINY and value >= least
+        small = not (ok and abs(value) > HUGE)
+        ok = ok and abs(value) <= HUGE and value >= least
         limit = f", {least:g} or more" if least > -math.inf else ""
+        limit = limit if small else f", {max(least, -HUGE):g} to {HUGE:g}"
         return float(self._typed(key, f"a finite number{limit}", ok, default))
 
     def bool(self, key: str, default: bool) -> bool:

@@ -175,7 +175,8 @@ def _notes(jobs: Sequence[Job], wishes: Wishes) -> list[str]:
     if twice:
         notes.append(
             f"{len(twice)} matrices of {twice[0].tensor.stored} are rounded a second time, to "
-            f"{twice[0].spec}, which ruins small models: affine, group 32, the default, keeps them"
+            f"{twice[0].spec}, which ruins small models: affine 4-bit, group 32, the default, "
+            "keeps them"
         )
     group = wishes.group_size
     asked = [j.tensor for j in matrices if group is not None and j.tensor.width % group]

@@ -46,6 +46,7 @@ class Generation:
     timings: Timings
     seed: int
     cache_bytes: int = field(default=0)  # that a step read, on average
+    decode_steps: int = 0  # a token each: the prefill makes the first, an end token counts too
 
     @property
     def prefill_rate(self) -> float:
@@ -54,9 +55,8 @@ class Generation:
 
     @property
     def decode_rate(self) -> float:
-        """Generated tokens a second, the first not counted: it belongs to the prefill."""
-        steps = len(self.tokens) - 1
-        return steps / self.timings.decode if steps > 0 and self.timings.decode else 0.0
+        """Decode steps a second."""
+        return self.decode_steps / self.timings.decode if self.timings.decode else 0.0
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _run(
     pieces: list[str] = []
     reason: FinishReason = "length"
     cache = model.new_cache(len(ids) + room)
-    first, read = started, 0
+    first, read, n = started, 0, 0
     if room:
         token = prefill(model, ids, cache, sampler)
         read = cache.bytes_held()
@@ -237,6 +237,7 @@ def _run(
         timings=Timings(first - started, ended - first),
         seed=sampler.seed,
         cache_bytes=(read + cache.bytes_held()) // 2,
+        decode_steps=n,
     )
     yield Piece(rest, result)
 

@@ -90,7 +90,7 @@ def rope_from(
     if not 2 <= dim <= head_dim or dim % 2:
         raise CheckpointError(
             f"{scaling.where}: partial_rotary_factor {share} of head_dim {head_dim} is {dim} "
-            "dims, must be an even number of them"
+            f"dims, must be an even number from 2 to {head_dim}"
         )
     longest = config.int("max_position_embeddings", 2048)
     try:

@@ -51,6 +51,7 @@ def summary(model: LoadedModel, result: Generation) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
         "generated_tokens": len(result.tokens),
+        "decode_steps": result.decode_steps,
         "seed": result.seed,
         "load_seconds": round(model.load_seconds, 4),
         "prefill_seconds": round(result.timings.prefill, 4),
@@ -85,18 +86,22 @@ def print_stats(model: LoadedModel, result: Generation) -> None:
         first = model.load_seconds + result.timings.prefill
         lines += [
             f"first     {first:8.3f} s    (load and prefill)",
-            f"prefill   {result.prefill_rate:8.1f} tok/s   {result.prompt_tokens} tokens",
+            f"prefill   {result.prefill_rate:8.1f} tok/s   {_count(result.prompt_tokens, 'token')}",
         ]
     if result.decode_rate:
         step = model.step_bytes + result.cache_bytes
         rate, wall = result.decode_rate * step, read_bandwidth(step)
         lines += [
-            f"decode    {result.decode_rate:8.1f} tok/s   {len(result.tokens)} tokens",
+            f"decode    {result.decode_rate:8.1f} tok/s   {_count(result.decode_steps, 'step')}",
             f"memory    {rate / 1e9:8.2f} GB/s    {rate / wall:.0%} of the {wall / 1e9:.1f} GB/s "
             "that a plain loop reaches over as many bytes",
         ]
     lines.append(f"peak      {peak / 1e6:8.0f} MB")
     click.echo("\n".join(lines), err=True)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def inspection(found: Report) -> str:

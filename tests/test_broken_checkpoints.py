@@ -98,10 +98,10 @@ def device(name: str) -> Break:
     return change
 
 
-def dangling(name: str) -> Break:
+def dangling(name: str, target: str = "no blob") -> Break:
     def change(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(folder / "no blob")
+        (folder / name).symlink_to(folder / target)
 
     return change
 
@@ -186,25 +186,26 @@ WHOLE: dict[str, tuple[Break, str, str]] = {
         "tokenizer_config.json is a pipe",
         AGAIN,
     ),
-    "blob missing": (dangling(SINGLE), f"{SINGLE} is a link to nothing", AGAIN),
+    "link to itself": (dangling(SINGLE, SINGLE), f"{SINGLE} is a broken link", AGAIN),
+    "blob missing": (dangling(SINGLE), f"{SINGLE} is a broken link", AGAIN),
     "blob of the template missing": (
         dangling("chat_template.jinja"),
-        "chat_template.jinja is a link to nothing",
+        "chat_template.jinja is a broken link",
         AGAIN,
     ),
     "blob of the tokenizer config missing": (
         dangling("tokenizer_config.json"),
-        "tokenizer_config.json is a link to nothing",
+        "tokenizer_config.json is a broken link",
         AGAIN,
     ),
     "blob of the tokenizer missing": (
         dangling("tokenizer.json"),
-        "tokenizer.json is a link to nothing",
+        "tokenizer.json is a broken link",
         AGAIN,
     ),
     "blob of the config missing": (
         dangling("config.json"),
-        "config.json is a link to nothing",
+        "config.json is a broken link",
         AGAIN,
     ),
     "config missing": (gone("config.json"), "config.json is missing", "a model's folder"),
@@ -253,8 +254,14 @@ WHOLE: dict[str, tuple[Break, str, str]] = {
         "rms_norm_eps must be a finite number, 0 or more, but is -1",
         AGAIN,
     ),
+    "epsilon too large": (
+        config(rms_norm_eps=1e39),
+        "rms_norm_eps must be a finite number, 0 to 1e+30, but is 1e+39",
+        AGAIN,
+    ),
     "epsilon no number": (config(rms_norm_eps=NAN), "0 or more, but is nan", AGAIN),
     "theta": (config(rope_theta=0), "rope_theta must be a finite number, 1e-30 or", AGAIN),
+    "theta too large": (config(rope_theta=1e39), "a finite number, 1e-30 to 1e+30, but", AGAIN),
     "theta no number": (config(rope_theta=NAN), "rope_theta must be a finite number", AGAIN),
     "no dims": (config(head_dim=0), "head_dim must be a whole number, 1 to 65536", AGAIN),
     "no vocabulary": (config(vocab_size=0), "vocab_size must be a whole number, 1", AGAIN),
@@ -385,7 +392,7 @@ def test_what_is_no_folder(name: str, said: str, remedy: str, tmp_path: Path, co
         (config(eos_token_id=10**6), "stop tokens that are none of the tokenizer's 273: 1000000"),
         (template("{% if %}"), "chat template is broken"),
         (template(""), "the model's chat template makes no text of the messages"),
-        (dangling("generation_config.json"), "generation_config.json is a link to nothing"),
+        (dangling("generation_config.json"), "generation_config.json is a broken link"),
         (template("{{ raise_exception('pairs') }}"), "refuses: pairs (for a single message)"),
         (content("generation_config.json", b"{"), "ignored: "),
         (pipe("generation_config.json"), "generation_config.json is a pipe"),

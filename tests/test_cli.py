@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -54,6 +55,7 @@ def test_case_17_statistics_and_notes_stay_off_stdout(cli: Run, tiny_folder: Pat
     assert noisy.out == plain.out
     for word in ("load", "prefill", "decode", "tok/s", "GB/s", "peak", "backend", "context 512"):
         assert word in noisy.err
+    assert re.search(r"decode .* tok/s   7 steps\n", noisy.err)  # the prefill makes the first
     assert "\x1b" not in noisy.err  # no terminal, no colours
 
 
@@ -68,10 +70,16 @@ def test_statistics_of_what_there_was(
     assert [line.split()[0] for line in done.err.splitlines()] == told
 
 
+def test_statistics_of_one_are_singular(command: Run, tiny_folder: Path) -> None:
+    done = command("generate", tiny_folder, "-p", "x", "--raw", "-n", 2, "--stats", "-q")
+    assert re.search(r"prefill .* tok/s   1 token\n(.*\n)*decode .* tok/s   1 step\n", done.err)
+
+
 def test_json_is_one_object(cli: Run, tiny_folder: Path) -> None:
     done = cli("generate", tiny_folder, "-p", "hello", "-n", 8, "--json", "--stats", "--seed", 7)
     report = json.loads(done.out)
     assert report["generated_tokens"] == len(report["tokens"]) == 8
+    assert report["decode_steps"] == 7
     assert report["finish_reason"] == "length"
     assert report["seed"] == 7
     assert done.out.count(b"\n") == 1
@@ -279,6 +287,8 @@ def test_case_11_a_failing_template_is_one_line(cli: Run, tmp_path: Path) -> Non
     done = cli("generate", folder, "-p", "x", "-q")
     assert_fails(done, 2, "chat template refuses: no system role", "--raw")
     assert cli("generate", folder, "-p", "x", "-n", 1, "--raw", "-q").code == 0
+    done = cli("generate", folder, "-p", "x", "--system", "y", "-q")
+    assert_fails(done, 2, "template refuses: no system role", "hint: leave out --system; --raw")
 
 
 def test_a_template_without_an_end_is_a_bad_checkpoint(cli: Run, tmp_path: Path) -> None:

@@ -252,6 +252,7 @@ def test_asking_overrules_keeping(make: Callable[..., Path], tmp_path: Path) -> 
         ),
         ("Q4_1", {"group_size": 64}, "15 matrices of Q4_1 are rounded a second time, to affine 4"),
         ("Q4_1", {"bits": 3}, "15 matrices of Q4_1 are rounded a second time, to affine 3-bit, gr"),
+        ("Q4_1", {"bits": 2}, "15 matrices of Q4_1 are rounded a second time, to affine 2-bit, gr"),
         ("Q4_1", {"bits": 8}, ""),
         ("Q4_1", {"bits": 4}, ""),
         ("Q8_0", {"mode": "mxfp4"}, ""),
@@ -263,7 +264,7 @@ def test_four_bits_rounded_twice_are_told(
     notes = convert(make(kind, hidden=64, inner=128), tmp_path / "out", **wishes).notes
     found = [note for note in notes if "a second time" in note]
     assert [note.startswith(told) for note in found] == [True] * bool(told)
-    assert all(note.endswith("affine, group 32, the default, keeps them") for note in found)
+    assert all(note.endswith(": affine 4-bit, group 32, the default, keeps them") for note in found)
 
 
 def test_another_group_size_costs_no_bits(make: Callable[..., Path], tmp_path: Path) -> None:
@@ -906,11 +907,11 @@ def test_force_does_not_delete_other_things(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_a_link_to_nothing_is_refused(name: str, folder: Path, tmp_path: Path) -> None:
+def test_a_broken_link_is_refused(name: str, folder: Path, tmp_path: Path) -> None:
     """It was left out, and the model converted without it."""
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "no blob")
-    with pytest.raises(CheckpointError, match=rf"{name} is a link to nothing, not a file"):
+    with pytest.raises(CheckpointError, match=rf"{name} is a broken link, not a file"):
         convert(folder, tmp_path / "out")
 
 

@@ -155,6 +155,7 @@ def test_fuzz(case: str, target: str, tmp_path: Path) -> None:
     folder = zoo.write(tmp_path / "m", case, shards=2, dtype="F16", **options)
     size = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
     good = 0
+    assert attempt(folder) == ""  # a process's first load takes a chunk that later ones share
     for number in range(EACH):
         undo = TARGETS[target](folder, rng)
         start = time.process_time()

@@ -319,10 +319,19 @@ def test_results_say_what_happened(endless: LoadedModel) -> None:
     assert result.timings.prefill > 0
     assert result.timings.decode > 0
     assert result.prefill_rate == pytest.approx(5 / result.timings.prefill)
+    assert result.decode_steps == 8
     assert result.decode_rate == pytest.approx(8 / result.timings.decode)
     # From 5 to 13 positions: the last token is not fed back. 2 layers, k and v, 2 heads of 32 dims,
     # float32.
     assert result.cache_bytes == 9 * 2 * 2 * 2 * 32 * 4
+
+
+def test_the_step_of_an_end_token_is_counted(endless: LoadedModel) -> None:
+    ids = qrun.generate(endless, IDS, max_tokens=9).tokens
+    end = next(i for i in range(1, 9) if ids[i] not in ids[:i])
+    result = qrun.generate(replace(endless, eos=frozenset({ids[end]})), IDS, max_tokens=9)
+    assert (len(result.tokens), result.decode_steps) == (end, end)
+    assert qrun.generate(endless, IDS, max_tokens=0).decode_steps == 0
 
 
 def test_a_single_stop_string_is_one_string(endless: LoadedModel) -> None:

@@ -196,6 +196,8 @@ def test_public_names_are_what_they_say() -> None:
     for name in qrun.__all__:
         value = getattr(qrun, name)
         assert value.__name__ == name
+    assert set(qrun.__all__) <= set(dir(qrun))
+    assert {name for name in dir(qrun) if name[0] != "_"} == set(qrun.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = qrun.nonsense
     errors = [getattr(qrun, name) for name in qrun.__all__ if name.endswith("Error")]

@@ -142,8 +142,8 @@ def test_an_unknown_type_is_refused(style: str, kind: str) -> None:
         ({**RULES["llama3"], "high_freq_factor": 1.0}, "low_freq_factor must lie under"),
         ({**RULES["longrope"], "long_factor": [1.0]}, "long_factor must be a list of 32"),
         ({**RULES["longrope"], "short_factor": [0.0] * 32}, "make no frequencies"),
-        ({"rope_type": "default", "partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.0}, "partial_rotary_factor 0.0"),
+        ({"rope_type": "default", "partial_rotary_factor": 1.5}, "even number from 2 to 64"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.0}, "is 0 dims, must be"),
     ],
 )
 def test_nonsense_is_one_error(rule: dict[str, Any], message: str) -> None:
