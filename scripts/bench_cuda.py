@@ -20,7 +20,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun.ops import _cuda_attend, _cuda_mixture, _cuda_product, _cuda_rows, _cuda_tiles
+from qrun.ops import (
+    _cuda_attend,
+    _cuda_mixture,
+    _cuda_product,
+    _cuda_qmm,
+    _cuda_rows,
+    _cuda_tiles,
+)
 from qrun.ops._cuda_launch import TYPES, Plan, ceil_div, run_by
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import Quantization
@@ -171,7 +178,7 @@ def qmm_cases() -> list[str]:
                         f"qmm {n:5}x{k:<5} M {rows:4}",
                         f"{type(tile).__name__.removesuffix('Tile').lower()} {name}"
                         + " *" * (tile == chosen),
-                        lambda x=x, m=m, tile=tile: _cuda_product._qmm(x, m, tile, None, **NONE),
+                        lambda x=x, m=m, tile=tile: _cuda_qmm.by_tile(x, m, tile, None, **NONE),
                         2.0 * rows * n * k,
                         f"{rows}, {n}, {k}, 64",
                     )
@@ -262,7 +269,7 @@ def odd_cases() -> list[str]:
             for tile in tiles:
                 add(
                     f"qmm {n}x{k} group {group} M {rows} {tile}",
-                    lambda x=x, m=m, tile=tile: _cuda_product._qmm(x, m, tile, None, **NONE),
+                    lambda x=x, m=m, tile=tile: _cuda_qmm.by_tile(x, m, tile, None, **NONE),
                     f"{rows}, {n}, {k}, {group}",
                 )
     m = matrix(37, 96, 32)

@@ -28,6 +28,7 @@ from qrun.quantization import Quantization
 
 MICRO = {"mxfp4": 0, "nvfp4": 1, "mxfp8": 2}  # enum Micro of common/dequantize.cuh
 Constant = bool | int | mx.Dtype
+ACTIVATIONS = {None: 0, "swiglu": 1, "geglu": 2}  # enum Activation of common/epilogue.cuh
 TYPES = {
     mx.float32: "float",
     mx.float16: "__half",
@@ -251,4 +252,22 @@ def scheme_of(spec: Quantization, scales: mx.Dtype, k: str) -> tuple[str, dict[s
     return (
         f"qrun::Affine<S, BITS, GROUP>{{w, scales, biases, {k}}}",
         {"S": scales, "BITS": spec.bits, "GROUP": spec.group_size},
+    )
+
+
+def epilogue_of(
+    bias: mx.array | None,
+    residual: mx.array | None,
+    activation: str | None,
+    scale: float,
+    n: str = "w_shape[0]",
+) -> tuple[str, dict[str, Constant]]:
+    """The C++ expression of what follows a product, and its constants. n: rows of w."""
+    return (
+        f"qrun::Epilogue<T, B, ACTIVATION>{{y, {pointer('bias', bias, 'B')}, "
+        f"{pointer('residual', residual, 'T')}, {literal(scale)}, {n}}}",
+        {
+            "B": mx.float32 if bias is None else bias.dtype,
+            "ACTIVATION": ACTIVATIONS[activation],
+        },
     )

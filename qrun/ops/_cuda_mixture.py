@@ -6,7 +6,15 @@ import mlx.core as mx
 
 from qrun.ops import _cuda_product as product
 from qrun.ops import _mlx
-from qrun.ops._cuda_launch import Recipe, Shape, ceil_div, launch, matrix, pointer
+from qrun.ops._cuda_launch import (
+    Recipe,
+    Shape,
+    ceil_div,
+    epilogue_of,
+    launch,
+    matrix,
+    pointer,
+)
 from qrun.ops._cuda_tiles import SMS, WGMMA_TILES, WgmmaTile, qmv_tile
 from qrun.ops.matrix import QuantizedMatrix
 
@@ -107,7 +115,7 @@ def _few_recipe(
 ) -> Recipe:
     pairs, n, k = expert.size, w.shape[0] // count, x.shape[1]
     tile = qmv_tile(1, n, k, group, scales.dtype.size)
-    epilogue, constants = product.epilogue_of(None, None, activation, 1.0, f"w_shape[0] / {count}")
+    epilogue, constants = epilogue_of(None, None, activation, 1.0, f"w_shape[0] / {count}")
     constants |= {"T": x.dtype, "S": scales.dtype, "GROUP": group, "WORDS": tile.words}
     constants |= {"TAKE": tile.take, "WARPS": tile.warps, "ROUNDS": tile.rounds(k)}
     blocks = max(1, ceil_div(tile.blocks * SMS, pairs))
@@ -162,7 +170,7 @@ def _many_recipe(
     **_: object,
 ) -> Recipe:
     pairs, n, pm = expert.size, w.shape[0] // count, arranged.shape[2]
-    epilogue, constants = product.epilogue_of(None, None, activation, 1.0, f"w_shape[0] / {count}")
+    epilogue, constants = epilogue_of(None, None, activation, 1.0, f"w_shape[0] / {count}")
     constants |= {"T": arranged.dtype, "GROUP": group, "BM": tile.bm, "WN": tile.wn}
     constants |= {"STAGES": tile.stages, "AHEAD": tile.ahead}
     return Recipe(

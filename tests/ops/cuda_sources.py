@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from qrun.ops import _cuda, _cuda_product, _cuda_tiles
+from qrun.ops import _cuda, _cuda_product, _cuda_qmm, _cuda_tiles
 from qrun.ops._cuda_launch import Kernel, Plan, run_by
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.quantization import MODES, Quantization
@@ -75,8 +75,8 @@ def _products(generation: int) -> None:
             for rows in (16, 17, 33, 64, 128):  # one for each tile of mma
                 x = mx.zeros((rows, m.k), dtype)
                 tile = _cuda_tiles.mma_tile(rows, m.n, group)
-                _cuda_product._qmm(x, m, tile, **(none if dtype == f16 else all_behind(x)))
-            _cuda_product._qmm(
+                _cuda_qmm.by_tile(x, m, tile, **(none if dtype == f16 else all_behind(x)))
+            _cuda_qmm.by_tile(
                 mx.zeros((40, m.k), dtype),
                 _matrix(m.spec, scales, 32 * 4 * 132, 128),
                 _cuda_tiles.mma_tile(40, 32 * 4 * 132, group),
@@ -84,9 +84,9 @@ def _products(generation: int) -> None:
             )
             for tile in _cuda_tiles.WGMMA_TILES if dtype == scales and generation == 9 else ():
                 x = mx.zeros((40, m.k), dtype)
-                _cuda_product._qmm(x, m, tile, **(none if dtype == f16 else all_behind(x)))
+                _cuda_qmm.by_tile(x, m, tile, **(none if dtype == f16 else all_behind(x)))
                 if group == 64:
-                    _cuda_product._qmm(x, m, tile._replace(splits=4), **none)
+                    _cuda_qmm.by_tile(x, m, tile._replace(splits=4), **none)
     for spec in (
         *(Quantization(bits, 64) for bits in (2, 3, 4, 5, 6, 8)),
         *(Quantization(bits, group, mode) for mode, (group, bits) in MODES.items()),
