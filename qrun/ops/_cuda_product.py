@@ -59,10 +59,10 @@ def qmv(
     if not tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
     tile = qmv_tile(x.shape[0], m.n, m.k, m.spec.group_size, m.scale_dtype.size)
-    if tile.rows < x.shape[0] and alone() and generation() == 9 and x.dtype == m.scale_dtype:
-        # x does not fit into shared memory: w would be read twice.
-        wide = wgmma_tile(x.shape[0], m.n, m.k)
-        return by_tile(x, m, wide, norm, bias, residual, activation, scale)
+    if tile.rows < x.shape[0] and alone():  # x does not fit: w would be read twice
+        wide = qmm_tile(x.shape[0], m.n, m.k, m.spec.group_size, x.dtype == m.scale_dtype)
+        if isinstance(wide, WgmmaTile):
+            return by_tile(x, m, wide, norm, bias, residual, activation, scale)
     return _qmv(x, m, tile, norm, bias, residual, activation, scale)
 
 
