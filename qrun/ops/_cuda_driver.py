@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-SM_SHARED = (
-    228 * 1024
-)  # bytes that the blocks of an SM share on Hopper, 1 KB of each is the system's
-SHARED_PERCENT = 44  # 100 KB of them; what streams through L1 wants the rest
+# Bytes that the blocks of an SM share on Hopper, 1 KB of each being the system's; and the least
+# share of them that is asked for, 100 KB: what streams through L1 wants the rest.
+SM_SHARED, SHARED_PERCENT = 228 * 1024, 44
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 STREAM_NON_BLOCKING = 1
@@ -123,13 +122,9 @@ def function(kernel: Kernel) -> c_void_p:
         if kernel.shape.shared > 48 * 1024:
             call("cuFuncSetAttribute", found, MAX_DYNAMIC_SHARED, kernel.shape.shared)
         # Kernels can share an SM, and so start early, where they cut its memory alike.
-        needed = kernel.shape.blocks * (kernel.shape.shared + 1024) * 100 / SM_SHARED
-        call(
-            "cuFuncSetAttribute",
-            found,
-            PREFERRED_CARVEOUT,
-            min(100, max(SHARED_PERCENT, ceil(needed))),
-        )
+        needed = ceil(kernel.shape.blocks * (kernel.shape.shared + 1024) * 100 / SM_SHARED)
+        percent = min(100, max(SHARED_PERCENT, needed))
+        call("cuFuncSetAttribute", found, PREFERRED_CARVEOUT, percent)
         _functions[kernel.name] = found
     return found
 
