@@ -54,7 +54,10 @@ def test_threads_may_share_a_model(backend: Any, case: str, tmp_path: Path) -> N
         return qrun.generate(model, prompts[n], max_tokens=24, sampling=sampling).tokens
 
     alone = [text(n) for n in range(len(prompts))]
-    with ThreadPoolExecutor(len(prompts)) as pool:
+    device = mx.default_device()  # of this thread: the fixture's
+    with ThreadPoolExecutor(
+        len(prompts), initializer=mx.set_default_device, initargs=(device,)
+    ) as pool:
         for _ in range(3):
             assert list(pool.map(text, range(len(prompts)))) == alone
 
