@@ -125,8 +125,10 @@ WGMMA_TILES = {
     WgmmaTile(16, 2, 8, 2, 3): 160,
     WgmmaTile(32, 2, 6, 2, 3): 300,
     WgmmaTile(64, 2, 6, 1, 3): 370,
+    WgmmaTile(64, 3, 6, 1, 3): 455,
     WgmmaTile(64, 4, 6, 1, 3): 510,
     WgmmaTile(128, 2, 6, 1, 3): 580,
+    WgmmaTile(128, 3, 6, 1, 2): 610,
     WgmmaTile(128, 4, 6, 1, 1): 680,
     WgmmaTile(256, 2, 3, 1, 1): 700,
 }
