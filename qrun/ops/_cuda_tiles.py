@@ -151,10 +151,10 @@ def wgmma_tile(rows: int, n: int, k: int) -> WgmmaTile:
             if across > 8 and tile.bm < 128:
                 continue  # w would come from L2 more than eight times
             yield tile
-            if across * along < SMS * tile.blocks:
-                # Every split has two runs.
-                splits = (s for s in CLUSTERS[tile.blocks] if 1 < s <= ceil_div(k, 256))
-                yield from (tile._replace(splits=s) for s in splits)
+            # Every split has two runs, and all clusters run at once: a second wave took twice as long.
+            for splits, most in CLUSTERS[tile.blocks].items():
+                if 1 < splits <= ceil_div(k, 256) and across * along <= most:
+                    yield tile._replace(splits=splits)
 
     return min(candidates(), key=lambda tile: _microseconds(tile, rows, n, k))
 
