@@ -151,7 +151,8 @@ def wgmma_tile(rows: int, n: int, k: int) -> WgmmaTile:
             if across > 8 and tile.bm < 128:
                 continue  # w would come from L2 more than eight times
             yield tile
-            # Every split has two runs, and all clusters run at once: a second wave took twice as long.
+            # Every split has two runs, and all clusters run at once: a second wave took twice as
+            # long.
             for splits, most in CLUSTERS[tile.blocks].items():
                 if 1 < splits <= ceil_div(k, 256) and across * along <= most:
                     yield tile._replace(splits=splits)
