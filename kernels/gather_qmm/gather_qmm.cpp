@@ -142,7 +142,9 @@ class GatherQmm : public CpuPrimitive {
       Epilogue to = e;
       const int width = e.activation == Activation::none ? w.n : w.n / 2;
       to.y = static_cast<char*>(e.y) + static_cast<size_t>(run.first) * width * size_of(e.type);
-      const auto kernel = run.x.tile == kUnitRows ? kernels->product_tiled : kernels->product;
+      const auto kernel = run.x.few                 ? kernels->product_few
+                          : run.x.tile == kUnitRows ? kernels->product_tiled
+                                                    : kernels->product;
       kernel(m, run.x, to, block0, std::min(w.blocks(), block0 + length), piece.tile0, piece.tile1);
     }
   };
