@@ -50,6 +50,7 @@ struct Digits {
   int count;      // 1, 2 or 3, or kFloats
   int tile;       // rows of a full tile
   int chunk;      // successive k whose digits lie together
+  bool exact;     // a single term holds all of x (bfloat16): w must not be rounded for it
   bool few;       // digits for product_few: twice as many k together
   bool even_odd;  // 4-bit codes: eight k lie in the order 0 2 4 6 1 3 5 7 (unit: 0 4 1 5 2 6 3 7)
 

@@ -46,7 +46,7 @@ int count_of_digits(const std::string& at, const std::string& activations, Type 
   return x == Type::f32 || few ? 3 : 2;
 }
 
-Digits digits_of(const Kernels& run, const Matrix& w, int m, int count) {
+Digits digits_of(const Kernels& run, const Matrix& w, int m, int count, bool brief) {
   Digits d{};
   d.m = m;
   d.k = w.k;
@@ -58,6 +58,10 @@ Digits digits_of(const Kernels& run, const Matrix& w, int m, int count) {
   // x has many.
   constexpr int kUnitFrom = 9;
   const bool bytes = run.product_tiled && w.group >= 32 && !w.fp8, unit = bytes && m >= kUnitFrom;
+  if (unit && count > 1 && brief) {
+    d.count = 1;
+    d.exact = true;
+  }
   d.few = bytes && !unit && w.group >= 64 && !w.fp4 && (m >= 7 || (m >= 3 && w.k >= 2048));
   const int most = w.fp8 ? 4 : d.few ? 8 : run.max_tile[count];
   d.tile = unit ? kUnitRows : std::min(tile_height(std::min(m, 8)), most);
@@ -106,7 +110,8 @@ class Product : public CpuPrimitive {
     e.y = allocate<char>(out[0]);
 
     const Kernels* run = &kernels();
-    const Digits d = digits_of(*run, w, static_cast<int>(in[0].size() / w.k), digits_);
+    const bool brief = p.type == Type::bf16 && !p.norm;
+    const Digits d = digits_of(*run, w, static_cast<int>(in[0].size() / w.k), digits_, brief);
     if (d.m == 0) return;
     enqueue(stream(), [run, w, p, d, e] { compute(*run, w, p, d, e); });
   }

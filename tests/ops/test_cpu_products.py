@@ -177,6 +177,20 @@ def test_a_row_has_the_same_bits_in_any_company(isa: str, bits: int, group: int,
         ext.set_threads(before)
 
 
+@pytest.mark.skipif("amx" not in ISAS, reason="no matrix unit")
+@pytest.mark.parametrize("activations", ["default", "exact"])
+def test_bfloat16_is_one_term_of_a_matrix_unit_and_loses_nothing(activations: str) -> None:
+    rng = np.random.default_rng(4)
+    matrix = ref.Matrix(rng, 97, 576, 4, 64, "float16")
+    packed = pack(matrix)
+    x = random(rng, 70, 576, dtype="bfloat16")
+    wide = product(x.astype(mx.float32), matrix, packed)  # three terms, two of them zero
+    got = product(x, matrix, packed, activations=activations)
+    np.testing.assert_array_equal(
+        np.array(got.astype(mx.float32)), np.array(wide.astype(mx.bfloat16).astype(mx.float32))
+    )
+
+
 def test_behind_a_guarded_array_nothing_can_be_read() -> None:
     code = (
         "import ctypes, mlx.core as mx, numpy as np\n"
