@@ -161,11 +161,14 @@ def _quantize(values: npt.NDArray[np.float32], spec: Quantization) -> list[Array
         return list(quantize_fp4(values, spec.mode))
     import mlx.core as mx  # here, because a GGUF that is kept as it is needs no MLX
 
-    with mx.stream(mx.cpu):
-        found = mx.quantize(
-            mx.array(values), group_size=spec.group_size, bits=spec.bits, mode=spec.mode
-        )
-        return [np.array(a) for a in found]
+    found = mx.quantize(
+        mx.array(values),
+        group_size=spec.group_size,
+        bits=spec.bits,
+        mode=spec.mode,
+        stream=mx.cpu,
+    )
+    return [np.array(a) for a in found]
 
 
 def plan(source: Source, wishes: Wishes) -> list[Job]:

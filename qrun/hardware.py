@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import sys
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from qrun.errors import BackendError, UsageError
 
 SPARE = 8 << 20  # bytes
 LOOP = 512 << 20  # bytes: more than most caches hold
+_SPARING = threading.RLock()  # the limit is the process's: one thread at a time changes it
 
 
 def require_mlx() -> None:
@@ -58,16 +60,17 @@ def sparing() -> Generator[None]:
     if mx.default_device().type != mx.cpu:
         yield
         return
-    limit = mx.set_cache_limit(SPARE)
-    try:
-        yield
-    finally:
-        mx.set_cache_limit(limit)
-        mx.clear_cache()
-        if _launch.native_problem() is None:
-            from qrun import _ext
+    with _SPARING:
+        limit = mx.set_cache_limit(SPARE)
+        try:
+            yield
+        finally:
+            mx.set_cache_limit(limit)
+            mx.clear_cache()
+            if _launch.native_problem() is None:
+                from qrun import _ext
 
-            _ext.trim()
+                _ext.trim()
 
 
 def device_name() -> str:

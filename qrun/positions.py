@@ -18,6 +18,7 @@ from qrun.config import TINY, UPDATE, Config
 from qrun.errors import CheckpointError
 
 Frequencies: TypeAlias = Sequence[float]
+Rows: TypeAlias = list[list[list[float]]]
 BLOCK = 64  # positions whose angles are worked out together
 
 
@@ -41,24 +42,35 @@ class Rope:
         `length`: as above, `capacity` if not given.
         """
         inv_freq = self.inv_freq(length or capacity)
-        with mx.stream(mx.cpu):
-            c, s = _turns(range(0, capacity, BLOCK), inv_freq)[:, :, None]
-            d, t = _turns(range(BLOCK), inv_freq)[:, None] * self.factor
-            pairs = mx.stack([c * d - s * t, s * d + c * t], axis=-1).astype(mx.float32)
-            table = pairs.reshape(-1, len(inv_freq), 2)[:capacity]
-            mx.eval(table)  # on a GPU's stream nothing of it is left to do
-        return table
+        c, s = ([[row] for row in rows] for rows in _turns(range(0, capacity, BLOCK), inv_freq))
+        d, t = ([rows] for rows in _turns(range(BLOCK), inv_freq, self.factor))
+        pairs = [_joined(c, d, mx.subtract, s, t), _joined(s, d, mx.add, c, t)]
+        table = mx.stack(pairs, axis=-1, stream=mx.cpu).astype(mx.float32, stream=mx.cpu)
+        table = mx.reshape(table, (-1, len(inv_freq), 2), stream=mx.cpu)
+        mx.eval(table)  # on a GPU's stream nothing of it is left to do
+        return table[:capacity]
 
     def same(self, length: int, other: int) -> bool:
         """Whether texts of both lengths are rotated alike."""
         return list(self.inv_freq(length)) == list(self.inv_freq(other))
 
 
-def _turns(positions: range, inv_freq: Frequencies) -> mx.array:
-    """cos and sin of positions * inv_freq, float64 (2, P, R/2)."""
-    angles = [p * f for p in positions for f in inv_freq]
-    turns = [list(map(turn, angles)) for turn in (math.cos, math.sin)]
-    return mx.array(turns, mx.float64).reshape(2, len(positions), len(inv_freq))
+def _turns(
+    positions: range, inv_freq: Frequencies, factor: float = 1.0
+) -> tuple[list[list[float]], list[list[float]]]:
+    """cos and sin of positions * inv_freq, times factor; (P, R/2) each."""
+    angles = [[p * f for f in inv_freq] for p in positions]
+    cosines = [[math.cos(a) * factor for a in row] for row in angles]
+    return cosines, [[math.sin(a) * factor for a in row] for row in angles]
+
+
+def _joined(a: Rows, b: Rows, op: Callable[..., mx.array], c: Rows, d: Rows) -> mx.array:
+    """a * b op c * d in float64, which only a CPU has. The ops say where they run: another default
+    device would be another one for all threads.
+    """
+    p, q, r, s = (mx.array(v, mx.float64) for v in (a, b, c, d))
+    first, second = mx.multiply(p, q, stream=mx.cpu), mx.multiply(r, s, stream=mx.cpu)
+    return op(first, second, stream=mx.cpu)
 
 
 def rope_from(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import qrun
 from qrun import NonFiniteError, PromptTooLongError, Sampling, UsageError
 from qrun.loader import LoadedModel, load
 from qrun.ops import _launch
+from tests import zoo
 from tests.reference_model import ReferenceModel
 from tests.tiny import Stored, stored, tiny, write_json
 
@@ -39,6 +41,25 @@ def test_greedy_tokens_are_the_references(backend: Any, arch: str, tmp_path: Pat
     got = tokens(model, 16)
     logits = reference.logits(IDS + got)[len(IDS) - 1 : -1, : model.vocab]
     assert got == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2"])
+def test_threads_may_share_a_model(backend: Any, case: str, tmp_path: Path) -> None:
+    model = load(zoo.write(tmp_path / case, case, bits=4))
+    prompts = [[5 + n + 3 * i for i in range(3 + 9 * n)] for n in range(6)]
+    options = [Sampling(), Sampling(temperature=0.9, seed=3)]
+
+    def text(n: int) -> list[int]:
+        sampling = options[n % 2]
+        return qrun.generate(model, prompts[n], max_tokens=24, sampling=sampling).tokens
+
+    alone = [text(n) for n in range(len(prompts))]
+    device = mx.default_device()  # of this thread: the fixture's
+    with ThreadPoolExecutor(
+        len(prompts), initializer=mx.set_default_device, initargs=(device,)
+    ) as pool:
+        for _ in range(3):
+            assert list(pool.map(text, range(len(prompts)))) == alone
 
 
 def test_case_06_tokens_do_not_depend_on_the_batch_they_came_in(

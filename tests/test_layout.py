@@ -124,6 +124,13 @@ def test_arrows_go_down_only() -> None:
             assert not module.startswith(tuple(f"qrun.{name}" for name in upper)), path
 
 
+def test_nobody_changes_the_default_device() -> None:
+    """It is the process's: other threads would find themselves on it."""
+    for path in [*(ROOT / "qrun").rglob("*.py"), *(ROOT / "models").glob("*.py")]:
+        for word in ("mx.stream(", "mx.set_default_device(", "mx.set_default_stream("):
+            assert word not in path.read_text(), f"{path}: {word}"
+
+
 def test_no_file_bears_a_public_name() -> None:
     """Importing qrun.NAME as a module would put the module in the function's place."""
     import qrun

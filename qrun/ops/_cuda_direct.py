@@ -53,9 +53,20 @@ def memory() -> _Memory:
     return _Memory()
 
 
-@cache
-def mail() -> Mail:
-    return Mail(1)
+letters: list[Mail] = []  # that nobody holds
+
+
+class _Letter:
+    """A place in host memory for a small result, as long as somebody waits for it or holds it."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot  # and its block
+        self._mail = letters.pop() if letters else Mail(1)
+        self.host, self.event = self._mail.turn()
+        self.place = self._mail.part(self.host, slot.nbytes)
+
+    def __del__(self) -> None:
+        letters.append(self._mail)
 
 
 class _Lent(Block):
@@ -64,11 +75,13 @@ class _Lent(Block):
     __slots__ = ("_room",)
 
     def __init__(self, size: int) -> None:
-        self._room = memory().room
-        self.size, self.address = size, self._room.take(size)
+        with driver.LOCK:
+            self._room = memory().room
+            self.size, self.address = size, self._room.take(size)
 
     def __del__(self) -> None:
-        self._room.give(self.address, self.size)
+        with driver.LOCK:
+            self._room.give(self.address, self.size)
 
 
 class _Direct:
@@ -104,17 +117,18 @@ def once(step: Step) -> Step:
     """
 
     def run(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
-        outputs = _launched(step, inputs, state)
-        if outputs is None:
-            tape = record(step, inputs, state)
-            if tape is not None:
-                program.load(tape)
-                addresses(tape.outside())
-                outputs = _launched(step, inputs, state)
-        if outputs is None:
+        with driver.LOCK:
+            outputs = _launched(step, inputs, state)
+            if outputs is None:
+                tape = record(step, inputs, state)
+                if tape is not None:
+                    program.load(tape)
+                    addresses(tape.outside())
+                    outputs = _launched(step, inputs, state)
+            if outputs is not None:
+                return outputs, state
             driver.stream().wait()  # for what MLX knows nothing of
-            return enqueued(step)(inputs, state)
-        return outputs, state
+        return enqueued(step)(inputs, state)
 
     return run
 
@@ -154,13 +168,14 @@ def _answer(slot: Slot) -> Any:
         stream.wait()
         _settle()
         return memory().copied(slot, at)
-    host, event = mail().turn()
-    driver.to_host(stream, host, at, slot.nbytes)
-    event.record(stream)
-    return Pending(slot, at, event, mail().part(host, slot.nbytes), slot, _settle)
+    letter = _Letter(slot)
+    driver.to_host(stream, letter.host, at, slot.nbytes)
+    letter.event.record(stream)
+    return Pending(slot, at, letter.event, letter.place, letter, _settle)
 
 
 def _settle() -> None:
     """Let go of the arrays of runs that are over."""
-    while under_way and under_way[0][0].done():
-        under_way.popleft()[0].destroy()
+    with driver.LOCK:
+        while under_way and under_way[0][0].done():
+            under_way.popleft()[0].destroy()

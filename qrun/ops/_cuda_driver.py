@@ -7,6 +7,7 @@ reference manuals, 12 and later.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from functools import cache
@@ -30,6 +31,10 @@ EVENT_DISABLE_TIMING = 2
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
 PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
+
+# Held by the thread that launches: arguments lie in memory that all threads share (see Ready), and
+# the GIL is free while the driver reads them.
+LOCK = threading.RLock()
 
 # Whether a kernel may start while the one before still runs (programmatic dependent launch). It
 # must then wait by itself before it touches what that one writes or reads.
@@ -131,7 +136,7 @@ def function(kernel: Kernel) -> c_void_p:
 
 class Ready:
     """A kernel with all of its launch but the pointers: ctypes takes longer to make such things
-    than to fill them in. One thread launches.
+    than to fill them in.
     """
 
     def __init__(self, kernel: Kernel, grid: Sequence[int], pointers: int, numbers: Sequence[int]):

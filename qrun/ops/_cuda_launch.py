@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,18 +126,24 @@ def by_mlx(plan: Plan, inputs: list[mx.array]) -> list[mx.array]:
     )
 
 
-_runner: Runner = by_mlx
+class _Here(threading.local):
+    """What holds for this thread: others go on as they were."""
+
+    def __init__(self) -> None:
+        self.runner: Runner = by_mlx
+
+
+_here = _Here()
 
 
 @contextmanager
 def run_by(runner: Runner) -> Generator[None]:
-    """Within it, `runner` gets what is launched."""
-    global _runner
-    before, _runner = _runner, runner
+    """Within it, `runner` gets what this thread launches."""
+    before, _here.runner = _here.runner, runner
     try:
         yield
     finally:
-        _runner = before
+        _here.runner = before
 
 
 _plans: dict[Any, Plan] = {}
@@ -158,7 +165,7 @@ def launch(
         if len(_plans) == MOST_PLANS:
             _plans.clear()
         plan = _plans[key] = _planned(recipe(*fixed, **inputs), inputs)
-    return _runner(plan, [a for a in arrays if a is not None])
+    return _here.runner(plan, [a for a in arrays if a is not None])
 
 
 def _planned(recipe: Recipe, inputs: dict[str, mx.array | None]) -> Plan:
@@ -214,12 +221,12 @@ def alone() -> bool:
     """Whether MLX stays out of it. It updates a CUDA graph of the same form in place, which does
     not change the size of a kernel's clusters: such kernels are not for MLX to launch.
     """
-    return _runner is not by_mlx
+    return _here.runner is not by_mlx
 
 
 def after(arrays: list[mx.array], first: mx.array) -> list[mx.array]:
     """The same arrays, written in place by the launch that made `first`."""
-    if _runner is not by_mlx:  # launches run in the order of the calls
+    if _here.runner is not by_mlx:  # launches run in the order of the calls
         return arrays
     return mx.depends(arrays, [first])
 

@@ -157,14 +157,16 @@ def traced(step: Step) -> Step:
         nonlocal program, bound, by_graph
         if by_graph is not None:
             return by_graph(inputs, state)
-        if program is None or any(a is not b for a, b in zip(state, bound, strict=True)):
-            tape = record(step, inputs, state)
-            if tape is None:
-                driver.stream().wait()  # for what MLX knows nothing of
-                by_graph = enqueued(mx.compile(step))
-                return by_graph(inputs, state)
-            program, bound = Program(tape, inputs, state), state
-        return program(inputs), bound
+        with driver.LOCK:
+            if program is None or any(a is not b for a, b in zip(state, bound, strict=True)):
+                program, tape = None, record(step, inputs, state)
+                if tape is not None:
+                    program, bound = Program(tape, inputs, state), state
+            if program is not None:
+                return program(inputs), bound
+            driver.stream().wait()  # for what MLX knows nothing of
+            by_graph = enqueued(mx.compile(step))
+        return by_graph(inputs, state)
 
     return run
 

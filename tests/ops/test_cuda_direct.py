@@ -39,8 +39,7 @@ class Card:
         monkeypatch.setattr(_cuda_direct, "address_of", self.at)
         monkeypatch.setattr(_cuda_product, "generation", lambda: 9)
         monkeypatch.setattr(_launch, "backend", lambda: _cuda)
-        for once in (_cuda_direct.memory, _cuda_direct.mail):
-            once.cache_clear()
+        _cuda_direct.memory.cache_clear()
 
     address = 0  # of pinned memory
 
@@ -69,8 +68,8 @@ class Card:
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     yield Card(monkeypatch)
     _cuda_direct.under_way.clear()
-    for once in (_cuda_direct.memory, _cuda_direct.mail):
-        once.cache_clear()
+    _cuda_direct.letters.clear()
+    _cuda_direct.memory.cache_clear()
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "olmo2", "gemma2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from threading import Thread
 from typing import Any
 
 import mlx.core as mx
@@ -48,6 +49,16 @@ def test_a_recipe_is_asked_once_for_all_that_is_alike() -> None:
     assert rest[3].kernel is first.kernel  # another length, the same kernel
     texts = {plan.kernel.text for plan in [first, *rest]}
     assert len(texts) == 4
+
+
+def test_a_recording_is_of_its_own_thread() -> None:
+    seen: list[bool] = []
+    with run_by(lambda plan, inputs: inputs):
+        other = Thread(target=lambda: seen.append(_cuda_launch.alone()))
+        other.start()
+        other.join()
+        assert seen == [False] and _cuda_launch.alone()
+    assert not _cuda_launch.alone()
 
 
 def test_a_launch_hands_over_pointers_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
