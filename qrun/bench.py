@@ -196,14 +196,16 @@ def read_rate(size: int = 256 << 20) -> float:
 def peak_rate(dtype: mx.Dtype = mx.float32) -> float | None:
     """GFLOP/s that the instructions of qmm reach right now on all threads; None without `threads`.
 
-    dtype: of x, which is taken apart into three numbers of 8 bits, or two (kernels/qmm/README.md).
+    dtype: of x, which is taken apart into three numbers of 8 bits, or two; bfloat16 is one where
+    there is a matrix unit (kernels/qmm/README.md).
     """
     if not threads():
         return None
     from qrun import _ext
 
-    parts = 3 if dtype == mx.float32 else 2
-    return (_ext.peak_flops("unit") or _ext.peak_flops("int8")) / parts * _ext.threads()
+    unit = _ext.peak_flops("unit")
+    parts = 3 if dtype == mx.float32 else 1 if unit and dtype == mx.bfloat16 else 2
+    return (unit or _ext.peak_flops("int8")) / parts * _ext.threads()
 
 
 def bench_kernels(

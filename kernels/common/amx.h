@@ -14,6 +14,11 @@
   __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"((size_t)64) : "memory")
 #define QRUN_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
 #define QRUN_TILE_DOT(c, x, w) __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm" #x ", %%tmm" #c ::)
+// Lines as configured, side by side; a dot of bytes, x's signed and w's not, into 32-bit sums.
+#define QRUN_LINES_LOAD(t, p, bytes) \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"((size_t)(bytes)) : "memory")
+#define QRUN_TILE_DOT_BYTES(c, x, w) \
+  __asm__ volatile("tdpbsud %%tmm" #w ", %%tmm" #x ", %%tmm" #c ::)
 #define QRUN_TILES_DONE() __asm__ volatile("tilerelease" ::)
 
 namespace qrun::QRUN_NS {
@@ -22,7 +27,9 @@ constexpr int kUnitDepth = 32;                          // k of one dot instruct
 constexpr int kTileBytes = kUnitRows * kUnitDepth * 2;  // of an operand
 constexpr int kSums = kUnitRows * kLanes;               // numbers of a result
 
-static inline void configure_tiles() {
+// Tiles 0 to 3 hold sums, 5 and 6 the operand of x, `lines` of `bytes`; 4 and 7 that of w. By
+// default all are full.
+static inline void configure_tiles(int lines = kUnitRows, int bytes = 64) {
   alignas(64) struct {
     uint8_t palette, start, reserved[14];
     uint16_t bytes[16];
@@ -30,8 +37,8 @@ static inline void configure_tiles() {
   } c = {};
   c.palette = 1;
   for (int t = 0; t < 8; t++) {
-    c.rows[t] = 16;
-    c.bytes[t] = 64;
+    c.rows[t] = (uint8_t)(t == 4 || t == 7 ? bytes / 4 : lines);
+    c.bytes[t] = (uint16_t)(t == 5 || t == 6 ? bytes : 64);
   }
   __asm__ volatile("ldtilecfg %0" ::"m"(c) : "memory");
 }
@@ -57,6 +64,10 @@ static inline void store_rounded_pairs(void* p, f32x16 a, f32x16 b) {
 // Zero instead of what is at p where keep's bits are not set.
 static inline f32x16 load_if(uint16_t keep, const float* p) {
   return {_mm512_maskz_loadu_ps(keep, p)};
+}
+// The high four bits of each byte, brought down: one instruction for a shift and a mask.
+static inline i32x16 high_halves(i32x16 a) {
+  return {_mm512_gf2p8affine_epi64_epi8(a.v, _mm512_set1_epi64(0x1020408000000000), 0)};
 }
 static inline void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 static inline f32x16 rounded_to_bf16(f32x16 a) {

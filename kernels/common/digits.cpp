@@ -70,13 +70,12 @@ static void prepare_row(const Prologue& p, const Digits& d, int tile, int r) {
     const float inverse = finite ? inverse_scale(bits, COUNT) : 0.0f;
     const float scale = finite ? 1.0f / inverse : __builtin_nanf("");
     i32x16 total = splat_i(0);
-    for (int i = 0; i < d.group / 16; i++) {
-      i32x16 v = finite ? round_to_int(x[i] * splat(inverse)) : splat_i(0);
-      total = total + v;
-      const int k = g * d.group + i * 16, chunk = k / d.chunk;
-      write_digits<COUNT>(digits + (size_t)chunk * rows * COUNT * d.chunk + k % d.chunk, d.chunk, v,
-                          d.even_odd);
-    }
+    for (int i = 0; i < d.group / 16; digits += (size_t)rows * COUNT * d.chunk)
+      for (int k = 0; k < d.chunk; k += 16, i++) {
+        i32x16 v = finite ? round_to_int(x[i] * splat(inverse)) : splat_i(0);
+        total = total + v;
+        write_digits<COUNT>(digits + k, d.chunk, v, d.even_odd);
+      }
     meta[(2 * g) * rows] = scale;
     meta[(2 * g + 1) * rows] = (float)sum(total) * scale;
   }

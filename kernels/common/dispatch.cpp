@@ -75,10 +75,12 @@ const Choice* choices(int& count) {
     const bool avx512 = avx2 && zmm && (b7 & bit_AVX512F) && (b7 & bit_AVX512BW) &&
                         (b7 & bit_AVX512VL) && (b7 & bit_AVX512DQ);
     const bool vnni = avx512 && (c7 & bit_AVX512VNNI);
-    constexpr unsigned amx_tile = 1u << 24, amx_bf16 = 1u << 22;
+    constexpr unsigned amx_tile = 1u << 24, amx_int8 = 1u << 25, amx_bf16 = 1u << 22,
+                       gfni = 1u << 8;
     constexpr unsigned avx512_bf16 = 1u << 5;
-    const bool amx = vnni && (a71 & avx512_bf16) && (d7 & amx_tile) && (d7 & amx_bf16) &&
-                     (state & 0x60000) == 0x60000 && tiles_granted();
+    const bool amx = vnni && (a71 & avx512_bf16) && (c7 & gfni) && (d7 & amx_tile) &&
+                     (d7 & amx_int8) && (d7 & amx_bf16) && (state & 0x60000) == 0x60000 &&
+                     tiles_granted();
     struct List {
       Choice at[5];
     };

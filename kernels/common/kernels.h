@@ -12,7 +12,7 @@ void product_fp8(const Matrix&, const Digits&, const Epilogue&, int block0, int 
                  int tile1);
 // Null where the instruction set has no matrix unit.
 using ProductTiled = void (*)(const Matrix&, const Digits&, const Epilogue&, int, int, int, int);
-extern const ProductTiled product_tiled;
+extern const ProductTiled product_tiled, product_few;
 void combine(const Combine&, int row0, int row1);
 void gemm(const Gemm&, int n0, int n1);
 void rms_norm(const RmsNorm&, int row0, int row1);

@@ -118,10 +118,12 @@ Matrix matrix_of(const char* op, const mx::array& packed, int n, int k, int bits
 // How many digits "default", "exact" or "int8" mean for x of that type and a few or many rows.
 int count_of_digits(const std::string& at, const std::string& activations, Type x, bool few);
 // How m rows of x are written against w, in `count` digits: tiles of what height, for which kernel.
-Digits digits_of(const Kernels& run, const Matrix& w, int m, int count);
-constexpr size_t kShareBytes = 64 << 10;   // packed bytes worth handing to another thread
-constexpr size_t kStepBytes = 16 << 10;    // packed bytes taken at a time
-constexpr size_t kPanelBytes = 768 << 10;  // digits of x that stay in L2 while blocks of w pass
+// `brief`: x is bfloat16 as it comes, which is one term of a matrix unit.
+Digits digits_of(const Kernels& run, const Matrix& w, int m, int count, bool brief);
+constexpr size_t kShareBytes = 64 << 10;     // packed bytes worth handing to another thread
+constexpr size_t kStepBytes = 16 << 10;      // packed bytes taken at a time
+constexpr size_t kLongStepBytes = 80 << 10;  // the same for product_few
+constexpr size_t kPanelBytes = 768 << 10;    // digits of x that stay in L2 while blocks of w pass
 
 mx::array gather_qmm(const mx::array& x, const mx::array& packed,
                      const std::optional<mx::array>& row, const mx::array& expert, int count, int n,

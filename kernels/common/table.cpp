@@ -14,6 +14,7 @@ const Kernels table = {
     prepare,
     product,
     product_tiled,
+    product_few,
     combine,
     gemm,
     rms_norm,

@@ -50,6 +50,8 @@ struct Digits {
   int count;      // 1, 2 or 3, or kFloats
   int tile;       // rows of a full tile
   int chunk;      // successive k whose digits lie together
+  bool exact;     // a single term holds all of x (bfloat16): w must not be rounded for it
+  bool few;       // digits for product_few: twice as many k together
   bool even_odd;  // 4-bit codes: eight k lie in the order 0 2 4 6 1 3 5 7 (unit: 0 4 1 5 2 6 3 7)
 
   int tiles() const { return (m + tile - 1) / tile; }
@@ -174,6 +176,9 @@ struct Kernels {
   // The same on a matrix unit (AMX), or null: tiles of 16 rows of x.
   void (*product_tiled)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1,
                         int tile0, int tile1);
+  // `product` for three to eight rows on a matrix unit, or null: the same bits.
+  void (*product_few)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1,
+                      int tile0, int tile1);
   void (*combine)(const Combine&, int row0, int row1);
   void (*gemm)(const Gemm&, int n0, int n1);
   void (*rms_norm)(const RmsNorm&, int row0, int row1);

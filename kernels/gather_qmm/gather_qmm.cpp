@@ -68,7 +68,7 @@ class GatherQmm : public CpuPrimitive {
       float* meta_at = meta;
       for (int r = 0, end; r < rows; r = end) {
         for (end = r + 1; end < rows && expert[end] == expert[r];) end++;
-        Digits d = digits_of(*kernels, w, end - r, count);
+        Digits d = digits_of(*kernels, w, end - r, count, e.type == Type::bf16);
         d.digits = at;
         d.meta = meta_at;
         at += d.digits_bytes();
@@ -111,7 +111,7 @@ class GatherQmm : public CpuPrimitive {
       std::vector<Piece> tiles, panels;
       const int blocks = w.blocks(), groups = threads();
       for (const Run& run : all) {
-        const size_t tile_bytes = static_cast<size_t>(run.x.tile) * count * w.k;
+        const size_t tile_bytes = static_cast<size_t>(run.x.tile) * run.x.count * w.k;
         const int panel = std::max(1, static_cast<int>(kPanelBytes / tile_bytes));
         for (int t = 0; t < run.x.tiles(); t++) tiles.push_back({&run, t, t + 1});
         for (int t = 0; t < run.x.tiles(); t += panel)
@@ -142,7 +142,9 @@ class GatherQmm : public CpuPrimitive {
       Epilogue to = e;
       const int width = e.activation == Activation::none ? w.n : w.n / 2;
       to.y = static_cast<char*>(e.y) + static_cast<size_t>(run.first) * width * size_of(e.type);
-      const auto kernel = run.x.tile == kUnitRows ? kernels->product_tiled : kernels->product;
+      const auto kernel = run.x.few                 ? kernels->product_few
+                          : run.x.tile == kUnitRows ? kernels->product_tiled
+                                                    : kernels->product;
       kernel(m, run.x, to, block0, std::min(w.blocks(), block0 + length), piece.tile0, piece.tile1);
     }
   };

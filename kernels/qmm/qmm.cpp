@@ -58,9 +58,10 @@ struct Step {
   bool first;  // nothing waits in acc yet
 };
 
-// Adds the sums of a step, (XT tiles of x, 2 blocks, 16, 16), to acc, some rows at a time. Passed
-// by value: behind a reference g++ 12 keeps its vectors in memory.
-template <int XT>
+// Adds the sums of a step, (XT tiles of x, 2 blocks, 16, 16), to acc, some rows at a time. WHOLE:
+// they are of w itself, without scale and bias. Passed by value: behind a reference g++ 12 keeps
+// its vectors in memory.
+template <int XT, bool WHOLE>
 class Fold {
  public:
   Fold(const Step& s, const float* sums)
@@ -105,8 +106,12 @@ class Fold {
     QRUN_UNROLL
     for (int r = from; r < to; r++) {
       f32x16 a = load_if(keep_, acc_ + r * kLanes);
-      a = fma(scale, load(sums_ + r * kLanes), a);
-      a = fma(bias, splat(x_sums[r - at]), a);
+      if constexpr (WHOLE) {
+        a = a + load(sums_ + r * kLanes);
+      } else {
+        a = fma(scale, load(sums_ + r * kLanes), a);
+        a = fma(bias, splat(x_sums[r - at]), a);
+      }
       store(acc_ + r * kLanes, a);
     }
   }
@@ -118,8 +123,8 @@ class Fold {
 };
 
 // The dots of one term of x over 32 k; AT: the first one's number within the step.
-template <int XT, int AT, int OF>
-static inline void term(const char* x0, const char* x1, float (*sums)[kSums], Fold<XT> f) {
+template <int XT, int AT, int OF, bool WHOLE>
+static inline void term(const char* x0, const char* x1, float (*sums)[kSums], Fold<XT, WHOLE> f) {
 #define QRUN_DOT(c, x, w, i)     \
   if constexpr (AT == 0) {       \
     QRUN_TILE_STORE(c, sums[c]); \
@@ -138,9 +143,9 @@ static inline void term(const char* x0, const char* x1, float (*sums)[kSums], Fo
 #undef QRUN_DOT
 }
 
-template <int T, int XT, int CHUNK, int OF>
+template <int T, int XT, int CHUNK, int OF, bool WHOLE>
 static inline void chunk(const char* x0, const char* x1, const char* codes, float (*sums)[kSums],
-                         Fold<XT> f) {
+                         Fold<XT, WHOLE> f) {
   constexpr int dots = 2 * XT, at = CHUNK * T * dots;
   QRUN_TILE_LOAD(6, codes);
   QRUN_TILE_LOAD(7, codes + kTileBytes);
@@ -150,18 +155,28 @@ static inline void chunk(const char* x0, const char* x1, const char* codes, floa
     term<XT, at + 2 * dots, OF>(x0 + 2 * kTileBytes, x1 + 2 * kTileBytes, sums, f);
 }
 
-// All dots of a step of `chunks` times 32 k; LONG: more than one. x0, x1: (chunks, T, 16, 32),
-// codes: (chunks, 2 blocks, 16, 16, 2). What `sums` gets and `f` adds are those of the step before.
-template <int T, int XT, bool LONG>
+// Chunks C .. SPREAD-1 of a step.
+template <int T, int XT, int C, int SPREAD, bool WHOLE>
+static inline void spread(const char* x0, const char* x1, const char* codes, float (*sums)[kSums],
+                          Fold<XT, WHOLE> f) {
+  chunk<T, XT, C, SPREAD * T * 2 * XT>(x0, x1, codes, sums, f);
+  if constexpr (C + 1 < SPREAD)
+    spread<T, XT, C + 1, SPREAD>(x0 + T * kTileBytes, x1 + T * kTileBytes, codes + 2 * kTileBytes,
+                                 sums, f);
+}
+
+// All dots of a step of `chunks` times 32 k; the first SPREAD of them share the fold. x0, x1:
+// (chunks, T, 16, 32), codes: (chunks, 2 blocks, 16, 16, 2). What `sums` gets and `f` adds are
+// those of the step before.
+template <int T, int XT, int SPREAD, bool WHOLE>
 static inline void step(const char* x0, const char* x1, const char* codes, int chunks,
-                        float (*sums)[kSums], Fold<XT> f) {
-  constexpr int x_next = T * kTileBytes, next = 2 * kTileBytes, of = (LONG ? 2 : 1) * T * 2 * XT;
-  chunk<T, XT, 0, of>(x0, x1, codes, sums, f);
-  if constexpr (LONG) {
-    chunk<T, XT, 1, of>(x0 + x_next, x1 + x_next, codes + next, sums, f);
-    for (int c = 2; c < chunks; c++)
-      chunk<T, XT, 2, of>(x0 + c * x_next, x1 + c * x_next, codes + c * next, sums, f);
-  }
+                        float (*sums)[kSums], Fold<XT, WHOLE> f) {
+  constexpr int x_next = T * kTileBytes, next = 2 * kTileBytes;
+  spread<T, XT, 0, SPREAD>(x0, x1, codes, sums, f);
+  if constexpr (SPREAD > 1)
+    for (int c = SPREAD; c < chunks; c++)
+      chunk<T, XT, SPREAD, SPREAD * T * 2 * XT>(x0 + c * x_next, x1 + c * x_next, codes + c * next,
+                                                sums, f);
 }
 
 // What a march brings nearer for those who come next.
@@ -176,7 +191,7 @@ struct Ahead {
 
 // XT tiles of x against `pairs` pairs of blocks over a panel of `steps` steps of `chunks` times 32
 // k. x_sums: of the first tile and step; `first`: the panel begins at k = 0.
-template <int T, int XT, bool LONG>
+template <int T, int XT, int SPREAD, bool WHOLE>
 static void march(const char* x0, const char* x1, const float* x_sums, size_t next_tile, bool first,
                   Workspace& w, int pairs, int steps, int chunks, Square* waiting, Ahead ahead) {
   const size_t x_step = (size_t)chunks * T * kTileBytes;
@@ -191,8 +206,8 @@ static void march(const char* x0, const char* x1, const float* x_sums, size_t ne
         prefetch(ahead.x);
         prefetch(ahead.x + ahead.next_tile);
       }
-      const Fold<XT> fold(last, w.sums[0]);
-      step<T, XT, LONG>(x0 + g * x_step, x1 + g * x_step, codes, chunks, w.sums, fold);
+      const Fold<XT, WHOLE> fold(last, w.sums[0]);
+      step<T, XT, SPREAD>(x0 + g * x_step, x1 + g * x_step, codes, chunks, w.sums, fold);
       codes += (size_t)chunks * 2 * kTileBytes;
       last = {waiting[b][0][0], w.scales[b][g][0][0], x_sums + g * 2 * kUnitRows, next_tile,
               first && g == 0};
@@ -204,7 +219,7 @@ static void march(const char* x0, const char* x1, const float* x_sums, size_t ne
     QRUN_TILE_STORE(2, w.sums[2]);
     QRUN_TILE_STORE(3, w.sums[3]);
   }
-  Fold<XT>(last, w.sums[0]).all();
+  Fold<XT, WHOLE>(last, w.sums[0]).all();
 }
 
 // A dword of eight 4-bit codes, or of four bytes, in every lane -> bfloat16, (16 lanes, 2) each.
@@ -258,8 +273,9 @@ static void unpack(const Matrix& w, int block, int g0, int groups, char* codes,
         for (int j = 0; j < step; j++) dequantize(to + j * 64, scale, bias);
     }
     p = s + 2 * scales_bytes;
-    store(scales[WHOLE ? 0 : g][0][0], WHOLE ? splat(1) : scale);
-    store(scales[WHOLE ? 0 : g][0][1], WHOLE ? splat(0) : bias);
+    if constexpr (WHOLE) continue;
+    store(scales[g][0][0], scale);
+    store(scales[g][0][1], bias);
   }
 }
 
@@ -313,9 +329,12 @@ static void run(const Matrix& w, const Digits& x, const Epilogue& e, int block0,
         ahead.pair = (2 * kLanes >> gated) * size_of(e.type);
       }
       const float* x_sums = tile_meta(x, tile0 + t) + (size_t)g * 2 * kUnitRows + kUnitRows;
-      const auto step = two         ? depth > 1 ? march<T, 2, true> : march<T, 2, false>
-                                : depth > 1 ? march<T, 1, true>
-                                    : march<T, 1, false>;
+      constexpr int share = WHOLE ? 6 : 2;  // chunks that share a fold
+      const auto step = two         ? depth >= share ? march<T, 2, share, WHOLE>
+                                      : depth > 1    ? march<T, 2, 2, WHOLE>
+                                                     : march<T, 2, 1, WHOLE>
+                                : depth > 1 ? march<T, 1, 2, WHOLE>
+                                    : march<T, 1, 1, WHOLE>;
       step(terms(t, g), two ? terms(t + 1, g) : nullptr, x_sums, next_sums, g == 0, s, pairs, steps,
            depth, s.waiting[t / 2], ahead);
       for (int i = 0; last && i <= two; i++)
@@ -329,10 +348,10 @@ static void amx_product(const Matrix& w, const Digits& x, const Epilogue& e, int
   static thread_local const OwnWorkspace own;
   configure_tiles();
   constexpr int pays = 4;  // tiles of x from which rounding w costs less than the steps it saves
-  const auto step = x.count == 3        ? run<3, false>
-                    : x.count == 2      ? run<2, false>
-                    : x.tiles() >= pays ? run<1, true>
-                                        : run<1, false>;
+  const auto step = x.count == 3                    ? run<3, false>
+                    : x.count == 2                  ? run<2, false>
+                    : x.tiles() >= pays && !x.exact ? run<1, true>
+                                                    : run<1, false>;
   for (int t = tile0; t < tile1; t += kTilesAtOnce)
     for (int b = block0; b < block1; b += 2 * kPairs)
       step(w, x, e, b, block1 - b < 2 * kPairs ? block1 - b : 2 * kPairs, t,

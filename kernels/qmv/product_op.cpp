@@ -46,19 +46,26 @@ int count_of_digits(const std::string& at, const std::string& activations, Type 
   return x == Type::f32 || few ? 3 : 2;
 }
 
-Digits digits_of(const Kernels& run, const Matrix& w, int m, int count) {
+Digits digits_of(const Kernels& run, const Matrix& w, int m, int count, bool brief) {
   Digits d{};
   d.m = m;
   d.k = w.k;
   d.group = w.group;
   d.count = w.fp8 ? kFloats : count;
   d.even_odd = w.bits == 4;
-  // Rows of x from which a matrix unit, where there is one, pays. It wants 32 codes a scale.
+  // A matrix unit, where there is one, wants 32 codes a scale, and pays from so many rows of x on.
+  // For fewer it gives the bits of the vectors, sooner where groups are long and rows of w too, or
+  // x has many.
   constexpr int kUnitFrom = 9;
-  const bool unit = run.product_tiled && m >= kUnitFrom && w.group >= 32 && !w.fp8;
-  const int most = w.fp8 ? 4 : run.max_tile[count];
+  const bool bytes = run.product_tiled && w.group >= 32 && !w.fp8, unit = bytes && m >= kUnitFrom;
+  if (unit && count > 1 && brief) {
+    d.count = 1;
+    d.exact = true;
+  }
+  d.few = bytes && !unit && w.group >= 64 && !w.fp4 && (m >= 7 || (m >= 3 && w.k >= 2048));
+  const int most = w.fp8 ? 4 : d.few ? 8 : run.max_tile[count];
   d.tile = unit ? kUnitRows : std::min(tile_height(std::min(m, 8)), most);
-  d.chunk = std::min(d.group, kChunk);
+  d.chunk = std::min(d.group, d.few ? 2 * kChunk : kChunk);
   return d;
 }
 
@@ -103,7 +110,8 @@ class Product : public CpuPrimitive {
     e.y = allocate<char>(out[0]);
 
     const Kernels* run = &kernels();
-    const Digits d = digits_of(*run, w, static_cast<int>(in[0].size() / w.k), digits_);
+    const bool brief = p.type == Type::bf16 && !p.norm;
+    const Digits d = digits_of(*run, w, static_cast<int>(in[0].size() / w.k), digits_, brief);
     if (d.m == 0) return;
     enqueue(stream(), [run, w, p, d, e] { compute(*run, w, p, d, e); });
   }
@@ -127,13 +135,17 @@ class Product : public CpuPrimitive {
     const int panel = std::max(1, std::min(tiles, static_cast<int>(kPanelBytes / tile_bytes)));
     const int panels = (tiles + panel - 1) / panel;
     const size_t work = w.block_bytes() * std::min(panel, 4);
-    const int length = std::max<int>(1, kStepBytes / work), runs = (blocks + length - 1) / length;
+    // product_few takes blocks in pairs, and time to begin and to end: long runs.
+    const int length = d.few ? std::max<int>(2, kLongStepBytes / work / 2 * 2)
+                             : std::max<int>(1, kStepBytes / work);
+    const int runs = (blocks + length - 1) / length;
     const int items = panels * runs;
     const bool small = work * blocks < kShareBytes;
     parallel(items, small ? items : 1, [&](int i0, int i1) {
       for (int i = i0; i < i1; i++) {
         const int t0 = i / runs * panel, b0 = i % runs * length;
-        run.product(w, d, e, b0, std::min(blocks, b0 + length), t0, std::min(tiles, t0 + panel));
+        const auto kernel = d.few ? run.product_few : run.product;
+        kernel(w, d, e, b0, std::min(blocks, b0 + length), t0, std::min(tiles, t0 + panel));
       }
     });
   }

@@ -66,7 +66,9 @@ struct Sample {
   }
 };
 
-void product(int rows, int n, int k, int bits, int group, int count, bool unit) {
+enum Way { vectors, few, unit };  // Kernels::product, product_few, product_tiled
+
+void product(int rows, int n, int k, int bits, int group, int count, Way way) {
   const Kernels& run = kernels();
   const Sample w(n, k, bits, group);
   const std::vector<float> x = normal((size_t)rows * k), bias = normal(n);
@@ -77,8 +79,11 @@ void product(int rows, int n, int k, int bits, int group, int count, bool unit) 
   d.group = group;
   d.count = count;
   d.even_odd = bits == 4;
-  d.tile = unit ? kUnitRows : std::min(tile_height(std::min(rows, 8)), run.max_tile[count]);
-  d.chunk = kChunk;
+  d.few = way == few;
+  d.tile = way == unit  ? kUnitRows
+           : way == few ? tile_height(rows)
+                        : std::min(tile_height(std::min(rows, 8)), run.max_tile[count]);
+  d.chunk = way == few ? 2 * kChunk : kChunk;
   const size_t padded = (size_t)d.tiles() * d.tile;
   std::vector<int8_t> digits(padded * count * k * d.bytes());
   std::vector<float> meta(padded * 2 * (k / group));
@@ -90,8 +95,8 @@ void product(int rows, int n, int k, int bits, int group, int count, bool unit) 
   e.scale = 1;
   e.bias = bias.data();
   parallel(d.tiles(), 1, [&](int a, int b) { run.prepare(p, d, a, b); });
-  const auto kernel = unit ? run.product_tiled : run.product;
-  const int step = unit ? 34 : 1;
+  const auto kernel = way == unit ? run.product_tiled : way == few ? run.product_few : run.product;
+  const int step = way == unit ? 34 : way == few ? 3 : 1;
   parallel(w.m.blocks(), step, [&](int a, int b) { kernel(w.m, d, e, a, b, 0, d.tiles()); });
   for (int m = 0; m < rows; m++)
     for (int i = 0; i < n; i++) {
@@ -209,19 +214,24 @@ int main(int argc, char** argv) {
     for (int bits : {4, 8})
       for (int count : {1, 2, 3})
         for (int rows : {1, 2, 3, 5, 9, 17}) {
-          product(rows, 37, 128, bits, 32, count, false);
-          product(rows, 16, 640, bits, 64, count, false);
-          product(rows, 3, 256, bits, 128, count, false);
+          product(rows, 37, 128, bits, 32, count, vectors);
+          product(rows, 16, 640, bits, 64, count, vectors);
+          product(rows, 3, 256, bits, 128, count, vectors);
           if (!kernels().product_tiled) continue;
-          product(rows, 37, 96, bits, 32, count, true);
-          product(rows, 16, 640, bits, 64, count, true);
-          product(rows, 150, 256, bits, 128, count, true);
+          product(rows, 37, 96, bits, 32, count, unit);
+          product(rows, 16, 640, bits, 64, count, unit);
+          product(rows, 150, 256, bits, 128, count, unit);
         }
     if (kernels().product_tiled)
       for (int bits : {4, 8})
         for (int count : {1, 2, 3}) {
-          product(70, 37, 416, bits, 32, count, true);    // an odd number of tiles, several panels
-          product(280, 1100, 64, bits, 64, count, true);  // more of both than wait at once
+          for (int rows : {3, 4, 5, 6, 7, 8}) {
+            product(rows, 37, 640, bits, 64, count, few);
+            product(rows, 70, 1152, bits, 128, count, few);
+            product(rows, 16, 64, bits, 64, count, few);
+          }
+          product(70, 37, 416, bits, 32, count, unit);    // an odd number of tiles, several panels
+          product(280, 1100, 64, bits, 64, count, unit);  // more of both than wait at once
         }
     attention(1, 0, 1, 3, false);
     attention(1, 600, 601, 3, false);

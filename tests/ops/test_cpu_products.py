@@ -154,13 +154,16 @@ def test_one_hot_rows_give_the_matrix(isa: str, bits: int, group: int, s_dtype: 
     np.testing.assert_array_equal(np.array(rows), matrix.dense32[np.array(ids)])
 
 
-def test_a_row_has_the_same_bits_in_any_company(isa: str) -> None:
+@pytest.mark.parametrize(
+    ("bits", "group", "k"), [(4, 64, 576), (4, 64, 2048), (4, 128, 2176), (8, 64, 2112)]
+)
+def test_a_row_has_the_same_bits_in_any_company(isa: str, bits: int, group: int, k: int) -> None:
     rng = np.random.default_rng(3)
-    matrix = ref.Matrix(rng, 97, 576, 4, 64, "float16")
+    matrix = ref.Matrix(rng, 97, k, bits, group, "float16")
     packed = pack(matrix)
-    x = random(rng, 33, 576)
+    x = random(rng, 33, k)
     alone = np.concatenate([np.array(product(x[i : i + 1], matrix, packed)) for i in range(33)])
-    for rows in (2, 3, 5, 8, 9, 16, 33):
+    for rows in (2, 3, 4, 5, 7, 8, 9, 16, 33):
         together = np.array(product(x[:rows], matrix, packed))
         # A matrix unit, from 9 rows on, sums otherwise; there too company changes no bit.
         same = alone if isa != "amx" or rows <= 8 else np.array(product(x, matrix, packed))
@@ -172,6 +175,20 @@ def test_a_row_has_the_same_bits_in_any_company(isa: str) -> None:
             np.testing.assert_array_equal(np.array(product(x, matrix, packed)), same)
     finally:
         ext.set_threads(before)
+
+
+@pytest.mark.skipif("amx" not in ISAS, reason="no matrix unit")
+@pytest.mark.parametrize("activations", ["default", "exact"])
+def test_bfloat16_is_one_term_of_a_matrix_unit_and_loses_nothing(activations: str) -> None:
+    rng = np.random.default_rng(4)
+    matrix = ref.Matrix(rng, 97, 576, 4, 64, "float16")
+    packed = pack(matrix)
+    x = random(rng, 70, 576, dtype="bfloat16")
+    wide = product(x.astype(mx.float32), matrix, packed)  # three terms, two of them zero
+    got = product(x, matrix, packed, activations=activations)
+    np.testing.assert_array_equal(
+        np.array(got.astype(mx.float32)), np.array(wide.astype(mx.bfloat16).astype(mx.float32))
+    )
 
 
 def test_behind_a_guarded_array_nothing_can_be_read() -> None:
