@@ -10,7 +10,8 @@ import mlx.core as mx
 import pytest
 
 from qrun.ops import _cuda_driver, _cuda_launch
-from qrun.ops._cuda_launch import Plan, Recipe, Shape, launch, run_by
+from qrun.ops._cuda_launch import Plan, Recipe, Shape, ceil_div, launch, run_by
+from qrun.ops._cuda_tiles import CLUSTERS, wgmma_tile
 
 
 def plans_of(*calls: tuple[mx.array, mx.array | None, float]) -> list[Plan]:
@@ -49,6 +50,18 @@ def test_a_recipe_is_asked_once_for_all_that_is_alike() -> None:
     assert rest[3].kernel is first.kernel  # another length, the same kernel
     texts = {plan.kernel.text for plan in [first, *rest]}
     assert len(texts) == 4
+
+
+@pytest.mark.parametrize("n", [576, 1024, 3072, 4096, 6144, 28672])
+@pytest.mark.parametrize("k", [576, 2048, 4096, 14336])
+def test_clusters_all_run_at_once(n: int, k: int) -> None:
+    for rows in range(9, 2100, 13):
+        tile = wgmma_tile(rows, n, k)
+        assert tile.splits <= max(1, k // 128)
+        if tile.splits > 1:
+            assert (
+                ceil_div(rows, tile.bm) * ceil_div(n, tile.bn) <= CLUSTERS[tile.blocks][tile.splits]
+            )
 
 
 def test_a_recording_is_of_its_own_thread() -> None:
