@@ -118,7 +118,8 @@ def stream(
             "and one must be left to generate"
         )
     room = min(max_tokens, model.context - len(ids))
-    return _run(model, ids, room, StopFinder(stops), sampling or Sampling())
+    sampler = Sampler(sampling or Sampling(), ids, model.vocab)
+    return _run(model, ids, room, StopFinder(stops), sampler)
 
 
 def _checked(model: Any, max_tokens: Any, stop: Any, sampling: Any) -> list[str]:
@@ -183,12 +184,11 @@ def _messages(system: str | None, rest: list[Message]) -> list[Message]:
 
 
 def _run(
-    model: LoadedModel, ids: list[int], room: int, stops: StopFinder, sampling: Sampling
+    model: LoadedModel, ids: list[int], room: int, stops: StopFinder, sampler: Sampler
 ) -> Iterator[Piece]:
     """The loop. While a token is read, the step that consumes it is already under way."""
     started = time.perf_counter()
     decoder = StreamingDecoder(model.tokenizer)
-    sampler = Sampler(sampling, ids, model.vocab)
     tokens: list[int] = []
     pieces: list[str] = []
     reason: FinishReason = "length"
@@ -315,7 +315,7 @@ def _choices(sampler: Sampler | None) -> tuple[Choice, Choice]:
 
     def sampled(logits: mx.array) -> mx.array:
         token = sampler(logits)
-        mx.async_eval(token)
+        mx.async_eval(token, sampler.state)
         return token
 
     return nothing, sampled

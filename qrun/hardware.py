@@ -16,7 +16,6 @@ from qrun.errors import BackendError, UsageError
 
 SPARE = 8 << 20  # bytes
 LOOP = 512 << 20  # bytes: more than most caches hold
-_SPARING = threading.RLock()  # the limit is the process's: one thread at a time changes it
 
 
 def require_mlx() -> None:
@@ -50,6 +49,34 @@ def set_threads(count: int | None) -> None:
             raise UsageError(str(error)) from None
 
 
+class _Sparing:
+    """MLX's cache limit, which is the process's: low as long as any thread wants it."""
+
+    def __init__(self) -> None:
+        self._lock, self._threads, self._before = threading.Lock(), 0, 0
+
+    def begin(self) -> None:
+        """One thread more."""
+        import mlx.core as mx
+
+        with self._lock:
+            if self._threads == 0:
+                self._before = mx.set_cache_limit(SPARE)
+            self._threads += 1
+
+    def end(self) -> None:
+        """One less."""
+        import mlx.core as mx
+
+        with self._lock:
+            self._threads -= 1
+            if self._threads == 0:
+                mx.set_cache_limit(self._before)
+
+
+_sparing = _Sparing()
+
+
 @contextmanager
 def sparing() -> Generator[None]:
     """On a CPU: keep little of what is freed inside for later use, and none of it behind."""
@@ -60,17 +87,16 @@ def sparing() -> Generator[None]:
     if mx.default_device().type != mx.cpu:
         yield
         return
-    with _SPARING:
-        limit = mx.set_cache_limit(SPARE)
-        try:
-            yield
-        finally:
-            mx.set_cache_limit(limit)
-            mx.clear_cache()
-            if _launch.native_problem() is None:
-                from qrun import _ext
+    _sparing.begin()
+    try:
+        yield
+    finally:
+        _sparing.end()
+        mx.clear_cache()
+        if _launch.native_problem() is None:
+            from qrun import _ext
 
-                _ext.trim()
+            _ext.trim()
 
 
 def device_name() -> str:

@@ -108,10 +108,11 @@ class Sampler:
         self.counts: mx.array | None = None  # of generated tokens, float32 (V,)
         self.in_prompt: mx.array | None = None
         if s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty:
-            self.counts = mx.zeros((vocab,))
+            self.counts = mx.array(np.zeros(vocab, np.float32))
             seen = np.zeros(vocab, np.bool_)
             seen[[i for i in prompt if i < vocab]] = True
             self.in_prompt = mx.array(seen.tolist())
+        mx.eval(self.state)
 
     def __call__(self, logits: mx.array) -> mx.array:
         """logits (1, V) -> the token, int32 (1,); -1 if any logit is NaN or infinite."""
@@ -139,6 +140,13 @@ class Sampler:
         if self.counts is not None:
             self.counts = self.counts.at[token].add(1)
         return token
+
+    @property
+    def state(self) -> list[mx.array]:
+        """What the next choice needs of this one. To be evaluated with it: what is not belongs to
+        the thread that asked for it, and the next may be asked for by another.
+        """
+        return [self.key] if self.counts is None else [self.key, self.counts]
 
     @property
     def greedy(self) -> bool:

@@ -62,6 +62,33 @@ def test_threads_may_share_a_model(backend: Any, case: str, tmp_path: Path) -> N
             assert list(pool.map(text, range(len(prompts)))) == alone
 
 
+def test_a_stream_is_refused_before_its_first_piece(endless: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="logit_bias: token 1000000"):
+        qrun.stream(endless, IDS, sampling=Sampling(logit_bias={10**6: 1.0}))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=0.8, seed=1), Sampling(repetition_penalty=1.3, logit_bias={7: 2.0})],
+)
+def test_a_stream_may_go_on_in_another_thread(
+    backend: Any, sampling: Sampling, tmp_path: Path
+) -> None:
+    model = load(zoo.write(tmp_path / "llama", "llama", bits=4))
+    device = mx.default_device()
+
+    def a_piece(stream: Any) -> Any:
+        mx.set_default_device(device)
+        return next(stream)
+
+    stream = qrun.stream(model, IDS, max_tokens=12, sampling=sampling)
+    result = None
+    while result is None:
+        with ThreadPoolExecutor(1) as pool:  # another thread each time
+            result = pool.submit(a_piece, stream).result().result
+    assert result.tokens == tokens(model, sampling=sampling)
+
+
 def test_case_06_tokens_do_not_depend_on_the_batch_they_came_in(
     backend: Any, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
