@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -18,7 +19,6 @@ from qrun.config import TINY, UPDATE, Config
 from qrun.errors import CheckpointError
 
 Frequencies: TypeAlias = Sequence[float]
-Rows: TypeAlias = list[list[list[float]]]
 BLOCK = 64  # positions whose angles are worked out together
 
 
@@ -42,9 +42,19 @@ class Rope:
         `length`: as above, `capacity` if not given.
         """
         inv_freq = self.inv_freq(length or capacity)
-        c, s = ([[row] for row in rows] for rows in _turns(range(0, capacity, BLOCK), inv_freq))
-        d, t = ([rows] for rows in _turns(range(BLOCK), inv_freq, self.factor))
-        pairs = [_joined(c, d, mx.subtract, s, t), _joined(s, d, mx.add, c, t)]
+        c, s = (
+            mx.array([[row] for row in rows], mx.float64)
+            for rows in _turns(range(0, capacity, BLOCK), inv_freq)
+        )
+        d, t = (
+            mx.array([rows], mx.float64) for rows in _turns(range(BLOCK), inv_freq, self.factor)
+        )
+        # Only a CPU has float64. Each op says so: a default device is that of all threads.
+        times = partial(mx.multiply, stream=mx.cpu)
+        pairs = [
+            mx.subtract(times(c, d), times(s, t), stream=mx.cpu),
+            mx.add(times(s, d), times(c, t), stream=mx.cpu),
+        ]
         table = mx.stack(pairs, axis=-1, stream=mx.cpu).astype(mx.float32, stream=mx.cpu)
         table = mx.reshape(table, (-1, len(inv_freq), 2), stream=mx.cpu)
         mx.eval(table)  # on a GPU's stream nothing of it is left to do
@@ -62,15 +72,6 @@ def _turns(
     angles = [[p * f for f in inv_freq] for p in positions]
     cosines = [[math.cos(a) * factor for a in row] for row in angles]
     return cosines, [[math.sin(a) * factor for a in row] for row in angles]
-
-
-def _joined(a: Rows, b: Rows, op: Callable[..., mx.array], c: Rows, d: Rows) -> mx.array:
-    """a * b op c * d in float64, which only a CPU has. The ops say where they run: another default
-    device would be another one for all threads.
-    """
-    p, q, r, s = (mx.array(v, mx.float64) for v in (a, b, c, d))
-    first, second = mx.multiply(p, q, stream=mx.cpu), mx.multiply(r, s, stream=mx.cpu)
-    return op(first, second, stream=mx.cpu)
 
 
 def rope_from(
