@@ -102,6 +102,23 @@ def test_nothing_names_the_machine_it_was_written_on() -> None:
             assert word not in text, f"{path.relative_to(ROOT)} names {word}"
 
 
+def anchors(text: str) -> set[str]:
+    """Of a text's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_between_texts_lead_somewhere() -> None:
+    for path in tracked():
+        if path.suffix != ".md":
+            continue
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", path.read_text()):
+            name, _, anchor = link.partition("#")
+            target = path.parent / name if name else path
+            assert target.exists(), f"{path.relative_to(ROOT)}: {link}"
+            assert not anchor or anchor in anchors(target.read_text()), link
+
+
 def imports(path: Path) -> set[str]:
     """Modules that a file imports at its top level."""
     found = set[str]()

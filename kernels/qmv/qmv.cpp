@@ -1,5 +1,5 @@
 // y = x @ w.T for a few rows of x: w is read once, as one sequential stream, and never unpacked
-// into memory. From small to large (drawing and worklog in README.md):
+// into memory. From small to large (drawing in README.md, what lost in WORKLOG.md):
 //
 //   lane    one row of w. A dword holds eight 4-bit codes of that row (or four 8-bit codes).
 //   dot     codes are bytes after one AND (and one shift for the high halves); the byte dot product
