@@ -22,6 +22,7 @@ MORE = {
     "cuda_launch",
     "cuda_program",
     "cpu_layer",
+    "cpu_memory",
     "cpu_products",
     "cuda",
     "cuda_compiles",

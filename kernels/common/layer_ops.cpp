@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "lease.h"
 #include "op.h"
 #include "pool.h"
 
@@ -225,7 +226,8 @@ class SdpaOp : public CpuPrimitive {
       const bool parts = split && a.chunks > 1;
       const size_t partial = parts ? sizeof(float) * units * a.chunks * a.tile * per_row : 0;
       const size_t turned = turn ? sizeof(float) * heads * a.turned_keys * a.head_dim : 0;
-      char* memory = workspace(partial + turned);
+      const Lease lease(partial + turned);
+      char* memory = lease.data();
       if (parts) a.partial = reinterpret_cast<float*>(memory);
       if (turn) {
         a.turned = reinterpret_cast<float*>(memory + partial);

@@ -157,18 +157,6 @@ void trim() {
 #endif
 }
 
-char* workspace(size_t bytes) {
-  static thread_local std::optional<mx::array> memory;
-  static thread_local size_t held = 0;
-  if (!memory || held < bytes) {
-    memory.reset();  // with its pages, which as free memory of this thread would serve nobody else
-    memory = mapped(bytes + kLine);
-    held = bytes;
-  }
-  char* data = memory->data<char>();
-  return data + to_line(data);
-}
-
 mem::Data block(size_t bytes) {
   if (bytes < kSmall || bytes > kLarge) return mem::malloc(bytes);
   mem::Buffer buffer = waiting().take(bytes);

@@ -1,4 +1,5 @@
-// Memory of results, scratch and weights: begins with a cache line, is used again, has large pages.
+// Memory of results, scratch and weights (a task's own is lease.h): begins with a cache line, is
+// used again, has large pages.
 #pragma once
 
 #include <cstddef>
@@ -17,10 +18,6 @@ inline size_t in_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLin
 
 // At least `bytes` of memory, with whatever was in it. Whoever holds it last gives it back.
 mlx::core::allocator::Data block(size_t bytes);
-
-// Memory for one task, with whatever was in it; the thread's next task gets the same, so that tasks
-// that wait hold none, and it stays in the cache. Begins with a line.
-char* workspace(size_t bytes);
 
 // The pages of what was freed go back to the system.
 void trim();

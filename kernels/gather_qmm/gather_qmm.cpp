@@ -8,6 +8,7 @@
 //   item    a piece against some blocks of w: what a thread takes
 #include <algorithm>
 
+#include "../common/lease.h"
 #include "../common/op.h"
 #include "../common/pool.h"
 
@@ -100,7 +101,8 @@ class GatherQmm : public CpuPrimitive {
       const size_t most = 2 * static_cast<size_t>(rows);
       const size_t digits_bytes = in_lines(2 * most * count * w.k);
       const size_t meta_bytes = most * 2 * (w.k / w.group) * sizeof(float);
-      digits = reinterpret_cast<int8_t*>(workspace(digits_bytes + meta_bytes));
+      const Lease lease(digits_bytes + meta_bytes);
+      digits = reinterpret_cast<int8_t*>(lease.data());
       meta = reinterpret_cast<float*>(digits + digits_bytes);
       check();
       compute();

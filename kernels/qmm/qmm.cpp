@@ -19,6 +19,7 @@
 #include "../common/epilogue.h"
 #include "../common/join.h"
 #include "../common/kernels.h"
+#include "../common/lease.h"
 
 namespace qrun::QRUN_NS {
 
@@ -40,13 +41,6 @@ struct Workspace {
   alignas(64) Square waiting[kTilesAtOnce / 2][kPairs];
   alignas(64) float sums[4][kSums];
   alignas(64) Square nowhere;  // what a march adds before it has sums
-};
-
-// A thread's own from its first product on. Not a thread_local Workspace: of that every thread that
-// calls any op of ours gets all pages, filled with zeros.
-struct OwnWorkspace {
-  Workspace* memory = new Workspace;
-  ~OwnWorkspace() { delete memory; }
 };
 
 // Where the sums of a step belong.
@@ -345,7 +339,8 @@ static void run(const Matrix& w, const Digits& x, const Epilogue& e, int block0,
 
 static void amx_product(const Matrix& w, const Digits& x, const Epilogue& e, int block0, int block1,
                         int tile0, int tile1) {
-  static thread_local const OwnWorkspace own;
+  const Lease lease(sizeof(Workspace));
+  Workspace& own = *reinterpret_cast<Workspace*>(lease.data());
   configure_tiles();
   constexpr int pays = 4;  // tiles of x from which rounding w costs less than the steps it saves
   const auto step = x.count == 3                    ? run<3, false>
@@ -355,7 +350,7 @@ static void amx_product(const Matrix& w, const Digits& x, const Epilogue& e, int
   for (int t = tile0; t < tile1; t += kTilesAtOnce)
     for (int b = block0; b < block1; b += 2 * kPairs)
       step(w, x, e, b, block1 - b < 2 * kPairs ? block1 - b : 2 * kPairs, t,
-           tile1 - t < kTilesAtOnce ? tile1 - t : kTilesAtOnce, *own.memory);
+           tile1 - t < kTilesAtOnce ? tile1 - t : kTilesAtOnce, own);
   QRUN_TILES_DONE();
 }
 

@@ -4,6 +4,7 @@
 #include <iterator>
 #include <utility>
 
+#include "../common/lease.h"
 #include "../common/op.h"
 #include "../common/pool.h"
 
@@ -121,7 +122,8 @@ class Product : public CpuPrimitive {
                       const Epilogue& e) {
     Digits d = shape;
     const size_t digits_bytes = in_lines(d.digits_bytes());
-    d.digits = reinterpret_cast<int8_t*>(workspace(digits_bytes + d.meta_floats() * sizeof(float)));
+    const Lease lease(digits_bytes + d.meta_floats() * sizeof(float));
+    d.digits = reinterpret_cast<int8_t*>(lease.data());
     d.meta = reinterpret_cast<float*>(d.digits + digits_bytes);
     const int tiles = d.tiles(), blocks = w.blocks();
     const size_t elements = static_cast<size_t>(d.m) * d.k;
