@@ -115,25 +115,28 @@ def matrix(n: int, k: int, group: int = 64) -> QuantizedMatrix:
 
 
 def qmv_cases() -> list[str]:
-    """The tile that `qmv_tile` takes (marked), and others: words, take, warps, blocks."""
+    """The tile that `qmv_tile` takes (marked), and others: take, warps, teams, blocks, ahead."""
     tiles = {
         4096: (
-            (4, 4, 8, 2),
-            (4, 2, 16, 2),
-            (4, 2, 16, 1),
-            (2, 4, 16, 1),
-            (2, 8, 8, 2),
-            (2, 4, 16, 2),
+            (4, 8, 1, 2, True),
+            (2, 16, 1, 1, True),
+            (2, 16, 1, 1, False),
+            (4, 8, 2, 1, False),
+            (2, 8, 2, 1, True),
         ),
-        14336: ((4, 2, 14, 2), (4, 2, 28, 1), (4, 4, 14, 1), (2, 4, 14, 1), (2, 4, 28, 1)),
-        1024: ((4, 4, 2, 1), (4, 2, 4, 1), (4, 1, 8, 1), (2, 4, 4, 1), (2, 2, 8, 1)),
+        14336: ((4, 14, 1, 1, True), (2, 28, 1, 1, True), (2, 14, 2, 1, False)),
+        1024: ((2, 4, 1, 4, False), (2, 4, 4, 1, False), (1, 8, 2, 1, False)),
     }
     out: list[str] = []
     for n, k in SHAPES:
         m = matrix(n, k)
         for rows in (1, 2, 4, 8, 16):
             chosen = _cuda_tiles.qmv_tile(rows, n, k, 64)
-            others = [_cuda_tiles.QmvTile(chosen.rows, *t) for t in tiles[k]]
+            others = [
+                _cuda_tiles.QmvTile(chosen.rows, *t, chosen.turned)
+                for t in tiles[k]
+                if chosen.rows <= 4 or not t[-1]
+            ]
             for tile in dict.fromkeys([chosen, *others]):
                 if tile.shared(k, 64) > _cuda_tiles.SHARED // tile.blocks - 1024:
                     continue
@@ -272,6 +275,19 @@ def odd_cases() -> list[str]:
                     lambda x=x, m=m, tile=tile: _cuda_qmm.by_tile(x, m, tile, None, **NONE),
                     f"{rows}, {n}, {k}, {group}",
                 )
+    # What the choice of tiles takes only where a team has several tiles.
+    for group, tile in (
+        (64, _cuda_tiles.QmvTile(1, take=2, warps=1, teams=1, blocks=1, ahead=True)),
+        (32, _cuda_tiles.QmvTile(3, take=1, warps=2, teams=2, blocks=1, ahead=True)),
+        (64, _cuda_tiles.QmvTile(7, take=1, warps=2, teams=3, blocks=1, turned=True)),
+        (32, _cuda_tiles.QmvTile(5, take=2, warps=1, teams=2, blocks=1, turned=True)),
+    ):
+        x, m = mx.zeros((tile.rows, 256), bf16), matrix(6405, 256, group)
+        add(
+            f"qmv 6405x256 group {group} {tile}",
+            lambda x=x, m=m, tile=tile: _cuda_product._qmv(x, m, tile, *(None,) * 4, 1.0),
+            f"{tile.rows}, 6405, 256, {group}",
+        )
     m = matrix(37, 96, 32)
     add("embedding", lambda: _cuda_rows.embedding(mx.zeros(5, mx.int32), m, dtype=bf16, scale=2.0))
     add("rms_norm", lambda: _cuda_rows.rms_norm(mx.zeros((3, 77), bf16), mx.zeros(77, bf16), 1e-5))

@@ -10,13 +10,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from qrun.ops import _cuda
+from qrun.ops import _cuda, _cuda_product
+from qrun.ops._cuda_tiles import QmvTile
 from qrun.ops._launch import Arrays
 from qrun.ops.argmax import argmax_ref
 from qrun.ops.combine import combine_ref
@@ -35,6 +37,18 @@ Case = tuple[str, Callable[[], list[tuple[mx.array, Array]]]]
 BF, HF, FL, U8 = mx.bfloat16, mx.float16, mx.float32, mx.uint8
 # Of the largest result: one rounding of the result and one of x or of the probabilities.
 ALLOWED = {BF: 2.0**-7, HF: 2.0**-10, FL: 2.0**-20}
+# Of qmv.cuh, by group: what the choice of tiles takes only where w has thousands of rows.
+TILES = (
+    (64, QmvTile(1, take=4, warps=1, teams=1, blocks=1, ahead=True)),
+    (64, QmvTile(2, take=2, warps=2, teams=2, blocks=1, ahead=True)),
+    (32, QmvTile(1, take=2, warps=1, teams=1, blocks=2, ahead=True)),
+    (128, QmvTile(3, take=2, warps=1, teams=4, blocks=1, ahead=True)),
+    (64, QmvTile(4, take=1, warps=2, teams=2, blocks=1, ahead=True)),
+    (64, QmvTile(8, take=4, warps=1, teams=2, blocks=1, turned=True)),
+    (64, QmvTile(6, take=2, warps=2, teams=4, blocks=1, turned=True)),
+    (32, QmvTile(8, take=2, warps=2, teams=2, blocks=1, turned=True)),
+    (32, QmvTile(4, take=2, warps=1, teams=1, blocks=1, ahead=True, turned=True)),
+)
 rng = np.random.default_rng(0)
 
 
@@ -99,10 +113,13 @@ def product(
         )
         return [(y, ref)]
 
-    what = (
-        f"{op.__name__} M {rows} N {n} K {k} {spec} x {dtype} scales {scales} {extras} {activation}"
-    )
+    name = getattr(op, "__name__", op)
+    what = f"{name} M {rows} N {n} K {k} {spec} x {dtype} scales {scales} {extras} {activation}"
     return what.replace("mlx.core.", ""), run
+
+
+def _qmv_by(tile: QmvTile, x: mx.array, m: QuantizedMatrix, **behind: Any) -> mx.array:
+    return _cuda_product._qmv(x, m, tile, **behind)  # pyright: ignore[reportPrivateUsage]
 
 
 def products() -> Iterator[Case]:
@@ -127,6 +144,10 @@ def products() -> Iterator[Case]:
     yield product(qmv, (2, 5, 96), Quantization(4, 32, "mxfp4"), FL, U8)
     yield product(qmv, (2, 5, 96), Quantization(4, 16, "nvfp4"), BF, U8)
     yield product(qmv, (1, 6, 96), Quantization(8, 32, "mxfp8"), HF, U8, "", "swiglu")
+    for group, tile in TILES:
+        qmv_tile = partial(_qmv_by, tile)
+        yield product(qmv_tile, (tile.rows, 6406, 512), q4(group), BF, BF, "nr", "swiglu")
+        yield product(qmv_tile, (tile.rows, 6403, 512), q4(group), HF, HF)
     yield product(qmm, (17, 37, 576), q4(64), BF, BF)
     yield product(qmm, (33, 6, 96), q4(32), HF, HF, "b")
     yield product(qmm, (65, 64, 256), q4(128), BF, HF, "n", "swiglu", 0.5)

@@ -16,13 +16,15 @@ __device__ __forceinline__ void rms_norm(const T* x, const G* weight, const T* r
   wait_for_previous_kernel();
   const long long row = static_cast<long long>(blockIdx.x) * k;
   float mean = 0, scale = 1;
+  // Sums of x less its first number: a large mean would take the digits of what lies around it.
+  const float first = CENTERED ? to_float(x[row + begin]) : 0.0f;
   if (CENTERED) {
     float sum = 0;
     for (int i = begin + threadIdx.x * VEC; i < end; i += blockDim.x * VEC) {
       float v[VEC];
       load(v, x + row + i);
 #pragma unroll
-      for (int e = 0; e < VEC; e++) sum += v[e];
+      for (int e = 0; e < VEC; e++) sum += v[e] - first;
     }
     mean = block_sum(sum) / (end - begin);
   }
@@ -32,7 +34,7 @@ __device__ __forceinline__ void rms_norm(const T* x, const G* weight, const T* r
       float v[VEC];
       load(v, x + row + i);
 #pragma unroll
-      for (int e = 0; e < VEC; e++) sum += (v[e] - mean) * (v[e] - mean);
+      for (int e = 0; e < VEC; e++) sum += (v[e] - first - mean) * (v[e] - first - mean);
     }
     scale = rsqrtf(block_sum(sum) / (end - begin) + eps);
   }
@@ -43,7 +45,7 @@ __device__ __forceinline__ void rms_norm(const T* x, const G* weight, const T* r
     if (residual) load(r, residual + row + i);
 #pragma unroll
     for (int e = 0; e < VEC; e++) {
-      if (weight) v[e] = (v[e] - mean) * (scale * g[e]);
+      if (weight) v[e] = (v[e] - first - mean) * (scale * g[e]);
       if (residual) v[e] += r[e];
     }
     store(y + row + i, v);

@@ -116,18 +116,19 @@ def _few_recipe(
     pairs, n, k = expert.size, w.shape[0] // count, x.shape[1]
     tile = qmv_tile(1, n, k, group, scales.dtype.size)
     epilogue, constants = epilogue_of(None, None, activation, 1.0, f"w_shape[0] / {count}")
-    constants |= {"T": x.dtype, "S": scales.dtype, "GROUP": group, "WORDS": tile.words}
-    constants |= {"TAKE": tile.take, "WARPS": tile.warps, "ROUNDS": tile.rounds(k)}
+    constants |= {"T": x.dtype, "S": scales.dtype, "GROUP": group}
+    constants |= {**tile.arguments, "ROUNDS": tile.rounds(k)}
     blocks = max(1, ceil_div(tile.blocks * SMS, pairs))
     return Recipe(
         "qmv/qmv.cuh",
-        "qrun::Qmv<T, S, GROUP, 1, WORDS, TAKE, WARPS, ROUNDS>{x, w, scales, biases, "
-        f"expert_shape[0], w_shape[0] / {count}, x_shape[1], expert, {pointer('row', row, 'int')}}}"
-        f".run(static_cast<const float*>(nullptr), 0.0f, {epilogue});",
+        "qrun::Qmv<T, S, GROUP, 1, TAKE, WARPS, ROUNDS, TEAMS, AHEAD, TURNED>{x, w, scales, "
+        f"biases, expert_shape[0], w_shape[0] / {count}, x_shape[1], expert, "
+        f"{pointer('row', row, 'int')}}}.run(static_cast<const float*>(nullptr), 0.0f, "
+        f"{epilogue});",
         {"y": ((pairs, n if activation is None else n // 2), x.dtype)},
         constants,
         (min(ceil_div(n, 16), blocks), pairs, 1),
-        Shape(32 * tile.warps, tile.blocks, tile.shared(k, group)),
+        Shape(tile.threads, tile.blocks, tile.shared(k, group)),
     )
 
 

@@ -99,12 +99,12 @@ def _qmv_recipe(
     (rows, k), n = x.shape, w.shape[0]
     epilogue, constants = epilogue_of(bias, residual, activation, scale)
     constants |= {"T": x.dtype, "S": scales.dtype, "GROUP": group, "M": tile.rows}
-    constants |= {"WORDS": tile.words, "TAKE": tile.take, "WARPS": tile.warps}
-    constants |= {"ROUNDS": tile.rounds(k)}
+    constants |= {**tile.arguments, "ROUNDS": tile.rounds(k)}
     constants["G"] = mx.float32 if norm is None else norm.dtype
     source = (
-        "qrun::Qmv<T, S, GROUP, M, WORDS, TAKE, WARPS, ROUNDS>{x, w, scales, biases, x_shape[0], "
-        f"w_shape[0], x_shape[1]}}.run({pointer('norm', norm, 'G')}, {literal(eps)}, {epilogue});"
+        "qrun::Qmv<T, S, GROUP, M, TAKE, WARPS, ROUNDS, TEAMS, AHEAD, TURNED>{x, w, scales, "
+        "biases, x_shape[0], w_shape[0], x_shape[1]}.run("
+        f"{pointer('norm', norm, 'G')}, {literal(eps)}, {epilogue});"
     )
     return Recipe(
         "qmv/qmv.cuh",
@@ -112,7 +112,7 @@ def _qmv_recipe(
         {"y": ((rows, n if activation is None else n // 2), x.dtype)},
         constants,
         (min(ceil_div(n, 16), tile.blocks * SMS), ceil_div(rows, tile.rows), 1),
-        Shape(32 * tile.warps, tile.blocks, tile.shared(k, group)),
+        Shape(tile.threads, tile.blocks, tile.shared(k, group)),
     )
 
 

@@ -11,35 +11,54 @@ from typing import NamedTuple
 from qrun.ops._cuda_launch import ceil_div
 
 SMS = 132  # of an H100 or H200; elsewhere the grid only fits less well
+STEP = 128  # codes of a row of w that a warp of qmv.cuh takes at a time
 SHARED = 227 * 1024  # bytes of shared memory that the blocks of an SM share (sm_90)
 
 
 class QmvTile(NamedTuple):
-    """Of qmv.cuh: rows of x of a block, words a lane holds of a step, steps of a take, warps, and
-    blocks that an SM shall hold.
+    """Of qmv.cuh: rows of x of a block, steps of a take, warps of a team, teams, blocks that an SM
+    shall hold; whether words are asked for step by step; whether the words of a quad are turned.
     """
 
     rows: int
-    words: int
     take: int
     warps: int
+    teams: int
     blocks: int
+    ahead: bool = False
+    turned: bool = False
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps * self.teams
 
     def rounds(self, k: int) -> int:
-        return ceil_div(k, 32 * self.words * self.take * self.warps)
+        return ceil_div(k, STEP * self.take * self.warps)
 
     def shared(self, k: int, group: int) -> int:
         """Bytes of shared memory: `SHARED` of the kernel."""
-        takes, parts = self.warps * self.rounds(k), 32 * self.words // group
-        x = (takes + 1) * self.take * self.words * self.rows * 64
-        sums = takes * self.take * parts + 2 * self.warps * 16 + self.warps
+        takes, parts = self.warps * self.rounds(k), STEP // group
+        x = (takes + 1) * self.take * self.rows * 256
+        out = 20 if self.rows > 1 and (self.turned or group == STEP) else 16
+        sums = takes * self.take * parts + self.teams * self.warps * (2 * out + 1)
         return x + sums * self.rows * 4
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """The kernel's template arguments from TAKE on, but for the rounds."""
+        return {
+            "TAKE": self.take,
+            "WARPS": self.warps,
+            "TEAMS": self.teams,
+            "AHEAD": self.ahead,
+            "TURNED": self.turned,
+        }
 
 
 @cache
 def qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int = 2) -> QmvTile:
-    """About 16 warps an SM with 8 loads under way each, takes dealt out evenly: the best of 460
-    timings (kernels/qmv/README.md).
+    """What 3,484 timings of 23 shapes with 1, 2, 4 and 8 rows came down to: 1 % behind the best
+    tile on average, 13 % at worst (kernels/qmv/WORKLOG.md).
     """
     rows = ceil_div(rows, ceil_div(rows, 8))
     while True:
@@ -50,25 +69,44 @@ def qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int = 2) -> Qmv
 
 
 def _qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int) -> QmvTile:
-    # A load of 16 bytes spans two groups of 64, which costs half of the columns of x.
-    words = 2 if rows > group // 16 and group < 128 else 4
-    steps, step = ceil_div(k, 32 * words), 32 * words
-    most = 4 if (steps >= 64 if words == 2 else _long(steps, n)) else 2
-    if scale_bytes == 4:  # factors take as many registers as codes
-        most = 2
-    take = next(t for t in (4, 2, 1) if t <= most and (t == 1 or k % (step * t) == 0))
+    steps, tiles = ceil_div(k, STEP), ceil_div(n, 16)
+    few, many = tiles <= SMS, tiles > 4 * SMS
+    turned = rows > group // 16 and group < 128 and k % STEP == 0
+    slim = scale_bytes == 2 and group > 32  # factors leave registers for more than 16 warps an SM
+    most = 28 if slim else 16
+    # Takes of four steps where rows of w are long, or many; warps that share K evenly.
+    if rows <= 2:
+        long = 32 <= steps <= 64 or (many and steps >= 16)
+    else:
+        long = many and steps >= 32 and (rows <= 4 or slim)
+    fours = ceil_div(steps, 4)
+    if long and scale_bytes == 2 and k % (4 * STEP) == 0 and fours % ceil_div(fours, 16) == 0:
+        take, widest = 4, 16
+    else:
+        take = 1 if k % (2 * STEP) or (few and rows > 2 and steps <= 16) else 2
+        widest = 16 if rows <= 2 else most if steps > 64 else 10 if many else 16
     takes = ceil_div(steps, take)
-    widest = 28 if words == 4 and rows > 2 else 16
     warps = ceil_div(takes, ceil_div(takes, widest))
-    blocks = max(1, min(4, 16 // warps))
-    if words == 4 and rows <= 2 and takes > warps:
-        blocks = 2
-    return QmvTile(rows, words, take, warps, blocks)
-
-
-def _long(steps: int, n: int) -> bool:
-    """Whether takes of four steps leave enough of them, and not too many."""
-    return 32 <= steps <= 64 or (steps >= 16 and n >= 8192)
+    even = takes % warps == 0
+    if few:
+        return QmvTile(rows, take, warps, 1, max(1, min(4, 20 // warps)), False, turned)
+    # Teams side by side: as many as have a tile, if there is room for them.
+    if take == 4:
+        room = min(4, 16 // warps) if many or (2 * tiles <= 3 * SMS and warps <= 8) else 1
+    elif warps >= 8:
+        room = 2 if 2 * warps <= most and not (even and warps >= 12) else 1
+    else:
+        room = min(4, most // warps)
+    beside = 2 if tiles <= 2 * SMS else 4
+    if beside > room:
+        beside = room if many else 1
+    # Where a team has several tiles, the words of the next follow step by step, if registers last.
+    several = tiles > (2 * beside if beside > 1 else 1) * SMS
+    ahead = several and even and slim and take > 1 and rows <= 4 and (take < 4 or beside == 1)
+    # Few rows: blocks in place of teams, each with an x of its own.
+    apart = rows <= 2 and warps <= 8 and warps * take >= 16
+    teams, blocks = (1, beside) if apart else (beside, 1)
+    return QmvTile(rows, take, warps, teams, blocks, ahead, turned)
 
 
 class MmaTile(NamedTuple):

@@ -54,11 +54,11 @@ def _products(generation: int) -> None:
     }
     bf16, f16, f32 = mx.bfloat16, mx.float16, mx.float32
 
-    def all_behind(x: mx.array) -> dict[str, Any]:
+    def all_behind(x: mx.array, n: int = 8) -> dict[str, Any]:
         return {
             "norm": (mx.zeros(x.shape[1], x.dtype), 1e-5),
-            "bias": mx.zeros(8, x.dtype),
-            "residual": mx.zeros((x.shape[0], 4), x.dtype),
+            "bias": mx.zeros(n, x.dtype),
+            "residual": mx.zeros((x.shape[0], n // 2), x.dtype),
             "activation": "swiglu",
             "scale": 0.5,
         }
@@ -66,12 +66,18 @@ def _products(generation: int) -> None:
     for group in (32, 64, 128):
         for dtype, scales in ((bf16, bf16), (f16, f16), (bf16, f32)):
             m = _matrix(Quantization(4, group), scales)
-            for rows in (1, 4, 8):  # one for each number of passes
-                x = mx.zeros((rows, m.k), dtype)
-                _cuda.qmv(x, m, **(none if dtype == f16 else all_behind(x)))
+            # One for each number of passes and each kind of tile: few, some or many rows of w.
+            for n in (8, 3000, 9000) if dtype == scales == bf16 else (9000,):
+                for rows in (1, 2, 4, 8):
+                    x = mx.zeros((rows, m.k), dtype)
+                    wide = _matrix(m.spec, scales, n)
+                    _cuda.qmv(x, wide, **(none if dtype == f16 else all_behind(x, n)))
             # One for each number of steps a take, and of warps.
-            for k in (576, 1024, 2048, 14336) if group == 64 and dtype == bf16 else ():
-                _cuda.qmv(mx.zeros((1, k), dtype), _matrix(m.spec, scales, k=k), **none)
+            for k in (640, 1024, 2048, 9728, 14336) if dtype == bf16 else ():
+                for n in (8, 3000, 9000) if group == 64 else (3000,):
+                    for rows in (1, 4):
+                        x = mx.zeros((rows, k), dtype)
+                        _cuda.qmv(x, _matrix(m.spec, scales, n, k), **none)
             for rows in (16, 17, 33, 64, 128):  # one for each tile of mma
                 x = mx.zeros((rows, m.k), dtype)
                 tile = _cuda_tiles.mma_tile(rows, m.n, group)
