@@ -146,7 +146,7 @@ def inspection(found: Report) -> str:
 
 
 def seldom() -> Callable[[str], None]:
-    """A callback for where there is no terminal: a line on stderr, if the last one was a while ago."""
+    """A callback for where there is no terminal: a line, if the last one was a while ago."""
     told = time.monotonic()
 
     def line(text: str) -> None:
