@@ -137,6 +137,11 @@ def test_an_unknown_type_is_refused(style: str, kind: str) -> None:
             {"rope_type": "linear", "factor": 2.0, "rope_theta": -1},
             "rope_theta must be a finite number",
         ),
+        ({"rope_type": "yarn"}, r"factor is missing, and max_position_embeddings \(16384\) over"),
+        (
+            {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32768},
+            r"original_max_position_embeddings \(32768\) makes none",
+        ),
         ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}, "make no frequencies"),
         ({"rope_type": "yarn", "factor": 2.0, "beta_fast": -1.0}, "make no frequencies"),
         ({**RULES["llama3"], "high_freq_factor": 1.0}, "low_freq_factor must lie under"),
@@ -222,6 +227,14 @@ def test_original_length_beside_or_inside() -> None:
     beside = config(rope_scaling=rule, original_max_position_embeddings=4096)
     assert rope_from(beside, D).same(4096, 100)
     assert not rope_from(beside, D).same(4096, 4097)
+
+
+def test_yarn_without_a_factor_takes_that_of_the_contexts() -> None:
+    bare = {key: value for key, value in RULES["yarn"].items() if key != "factor"}
+    rule, same = (rope_from(config(rope_scaling=r), D) for r in (bare, RULES["yarn"]))
+    assert BASE["max_position_embeddings"] == 4 * RULES["yarn"]["original_max_position_embeddings"]
+    assert rule.inv_freq(1) == same.inv_freq(1)
+    assert rule.factor == same.factor
 
 
 def test_yarn_magnitudes() -> None:
