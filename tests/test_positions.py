@@ -209,6 +209,15 @@ def test_a_cache_never_mixes_two_rotations() -> None:
     assert mx.array_equal(fresh.tables[0], Cache(specs, 5000, mx.float32).tables[0])
 
 
+def test_a_step_reads_no_more_than_the_window() -> None:
+    """--stats and the roofline go by it."""
+    rope = rope_from(config(), D)
+    cache = Cache([CacheSpec(2, D, rope, 100), CacheSpec(2, D, rope)], 300, mx.float32)
+    for length, window in ((80, 80), (290, 100)):
+        cache.advance(length - cache.length)
+        assert cache.bytes_held() == 2 * 2 * D * 4 * (window + length)
+
+
 def test_a_growing_cache_keeps_what_it_holds() -> None:
     specs = [CacheSpec(2, D, rope_from(config(), D))]
     cache = Cache(specs, 10, mx.float32)
