@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from qrun.blocks import SLIDING, Attention, GatedMLP, Sizes, layer_types, output_head
+from qrun.blocks import FULL, SLIDING, Attention, GatedMLP, Sizes, layer_types, output_head
 from qrun.cache import Cache, CacheSpec
 from qrun.config import TINY, Config
 from qrun.positions import no_rope, rope_from
@@ -16,9 +16,7 @@ from qrun.weights import Weights
 
 
 class Layer:
-    def __init__(
-        self, config: Config, weights: Weights, sizes: Sizes, index: int, window: int
-    ) -> None:
+    def __init__(self, config: Config, weights: Weights, sizes: Sizes, index: int) -> None:
         bias = config.bool("attention_bias", False)
         eps = config.float("layer_norm_eps", 1e-5, least=0)
         self.input_layernorm = weights.layer_norm("input_layernorm", sizes.k, eps)
@@ -29,7 +27,6 @@ class Layer:
             qkv_bias=bias,
             o_bias=bias,
             interleaved=True,
-            window=window,
         )
         self.mlp = GatedMLP(weights.at("mlp"), sizes.k, config.int("intermediate_size"))
 
@@ -47,19 +44,18 @@ class Model:
         self.logit_scale = config.float("logit_scale", 0.0625, least=TINY)
         model = weights.at("model")
         self.embed_tokens = model.embedding("embed_tokens", sizes.vocab, sizes.k)
-        pattern = config.int("sliding_window_pattern", 4)
-        kinds = layer_types(config, sizes.layers, pattern=pattern)
-        window = config.int("sliding_window", 4096)
         self.layers = [
-            Layer(config, model.at(f"layers.{i}"), sizes, i, window if kind == SLIDING else 0)
-            for i, kind in enumerate(kinds)
+            Layer(config, model.at(f"layers.{i}"), sizes, i) for i in range(sizes.layers)
         ]
         self.norm = model.layer_norm("norm", sizes.k, config.float("layer_norm_eps", 1e-5, least=0))
         self.lm_head = output_head(config, weights, self.embed_tokens, sizes, tied=True)
         rope, none = rope_from(config, sizes.head_dim), no_rope(sizes.head_dim)
+        pattern = config.int("sliding_window_pattern", 4)
+        window = config.int("sliding_window", 4096)
+        own = {SLIDING: (rope, window), FULL: (none, 0)}
         self.cache_specs = [
-            CacheSpec(sizes.kv_heads, sizes.head_dim, rope if kind == SLIDING else none)
-            for kind in kinds
+            CacheSpec(sizes.kv_heads, sizes.head_dim, *own[kind])
+            for kind in layer_types(config, sizes.layers, pattern=pattern)
         ]
 
     def __call__(self, ids: mx.array, cache: Cache) -> mx.array:

@@ -18,9 +18,7 @@ DEFAULTS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sl
 
 
 class Layer:
-    def __init__(
-        self, config: Config, weights: Weights, sizes: Sizes, index: int, window: int
-    ) -> None:
+    def __init__(self, config: Config, weights: Weights, sizes: Sizes, index: int) -> None:
         bias = config.bool("attention_bias", False)
         k, eps = sizes.k, sizes.eps
         self.input_layernorm = weights.norm("input_layernorm", k, eps, plus_one=True)
@@ -30,7 +28,6 @@ class Layer:
             index,
             qkv_bias=bias,
             o_bias=bias,
-            window=window,
             softcap=config.float("attn_logit_softcapping", 0.0, least=0),
             scale=config.int("query_pre_attn_scalar", 256) ** -0.5,
         )
@@ -63,16 +60,18 @@ class Model:
         model = weights.at("model")
         self.embed_tokens = model.embedding("embed_tokens", sizes.vocab, sizes.k)
         self.embedding_scale = round_to_bfloat16(sizes.k**0.5)
-        window = config.int("sliding_window")
         self.layers = [
-            Layer(config, model.at(f"layers.{i}"), sizes, i, window if kind == SLIDING else 0)
-            for i, kind in enumerate(layer_types(config, sizes.layers, pattern=2))
+            Layer(config, model.at(f"layers.{i}"), sizes, i) for i in range(sizes.layers)
         ]
         self.norm = model.norm("norm", sizes.k, sizes.eps, plus_one=True)
         self.lm_head = output_head(config, weights, self.embed_tokens, sizes, tied=True)
         self.softcap = config.float("final_logit_softcapping", 0.0, least=0)
         rope = rope_from(config, sizes.head_dim)
-        self.cache_specs = [CacheSpec(sizes.kv_heads, sizes.head_dim, rope)] * sizes.layers
+        window = config.int("sliding_window")
+        self.cache_specs = [
+            CacheSpec(sizes.kv_heads, sizes.head_dim, rope, window if kind == SLIDING else 0)
+            for kind in layer_types(config, sizes.layers, pattern=2)
+        ]
 
     def __call__(self, ids: mx.array, cache: Cache) -> mx.array:
         """ids (M,) int32, the tokens behind the cache's end -> hidden states (M, K)."""

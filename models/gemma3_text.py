@@ -28,9 +28,7 @@ DEFAULTS = {
 
 
 class Layer:
-    def __init__(
-        self, config: Config, weights: Weights, sizes: Sizes, index: int, window: int
-    ) -> None:
+    def __init__(self, config: Config, weights: Weights, sizes: Sizes, index: int) -> None:
         bias = config.bool("attention_bias", False)
         k, eps = sizes.k, sizes.eps
         self.input_layernorm = weights.norm("input_layernorm", k, eps, plus_one=True)
@@ -42,7 +40,6 @@ class Layer:
             o_bias=bias,
             qk_norm="head",
             plus_one=True,
-            window=window,
             softcap=config.float("attn_logit_softcapping", 0.0, least=0),
             scale=config.int("query_pre_attn_scalar", 256) ** -0.5,
         )
@@ -80,19 +77,18 @@ class Model:
         model = weights.at("model")
         self.embed_tokens = model.embedding("embed_tokens", sizes.vocab, sizes.k)
         self.embedding_scale = round_to_bfloat16(sizes.k**0.5)
-        window = config.int("sliding_window")
-        pattern = config.int("sliding_window_pattern", 6)
-        kinds = layer_types(config, sizes.layers, pattern=pattern)
         self.layers = [
-            Layer(config, model.at(f"layers.{i}"), sizes, i, window if kind == SLIDING else 0)
-            for i, kind in enumerate(kinds)
+            Layer(config, model.at(f"layers.{i}"), sizes, i) for i in range(sizes.layers)
         ]
         self.norm = model.norm("norm", sizes.k, sizes.eps, plus_one=True)
         self.lm_head = output_head(config, weights, self.embed_tokens, sizes, tied=True)
         self.softcap = config.float("final_logit_softcapping", 0.0, least=0)
         ropes = {kind: rope_of(config, sizes.head_dim, kind) for kind in (FULL, SLIDING)}
+        pattern = config.int("sliding_window_pattern", 6)
+        window = config.int("sliding_window")
         self.cache_specs = [
-            CacheSpec(sizes.kv_heads, sizes.head_dim, ropes[kind]) for kind in kinds
+            CacheSpec(sizes.kv_heads, sizes.head_dim, ropes[kind], window if kind == SLIDING else 0)
+            for kind in layer_types(config, sizes.layers, pattern=pattern)
         ]
 
     def __call__(self, ids: mx.array, cache: Cache) -> mx.array:

@@ -16,13 +16,11 @@ from qrun.weights import Weights
 
 
 class Layer:
-    def __init__(
-        self, config: Config, weights: Weights, sizes: Sizes, index: int, window: int
-    ) -> None:
+    def __init__(self, config: Config, weights: Weights, sizes: Sizes, index: int) -> None:
         bias = config.bool("attention_bias", False)
         self.input_layernorm = weights.norm("input_layernorm", sizes.k, sizes.eps)
         self.self_attn = Attention(
-            weights.at("self_attn"), sizes, index, qkv_bias=bias, o_bias=bias, window=window
+            weights.at("self_attn"), sizes, index, qkv_bias=bias, o_bias=bias
         )
         self.post_attention_layernorm = weights.norm("post_attention_layernorm", sizes.k, sizes.eps)
         self.mlp = GatedMLP(
@@ -43,17 +41,19 @@ class Model:
         sizes = Sizes.of(config)
         model = weights.at("model")
         self.embed_tokens = model.embedding("embed_tokens", sizes.vocab, sizes.k)
-        # Every layer's type where the file does not say: sliding in a mistral, full in a llama.
-        pattern = sizes.layers + 1 if config.str("model_type", "llama") == "mistral" else 1
-        window = config.int("sliding_window", 0, least=0)
         self.layers = [
-            Layer(config, model.at(f"layers.{i}"), sizes, i, window if kind == SLIDING else 0)
-            for i, kind in enumerate(layer_types(config, sizes.layers, pattern=pattern))
+            Layer(config, model.at(f"layers.{i}"), sizes, i) for i in range(sizes.layers)
         ]
         self.norm = model.norm("norm", sizes.k, sizes.eps)
         self.lm_head = output_head(config, weights, self.embed_tokens, sizes)
         rope = rope_from(config, sizes.head_dim)
-        self.cache_specs = [CacheSpec(sizes.kv_heads, sizes.head_dim, rope)] * sizes.layers
+        # Every layer's type where the file does not say: sliding in a mistral, full in a llama.
+        pattern = sizes.layers + 1 if config.str("model_type", "llama") == "mistral" else 1
+        window = config.int("sliding_window", 0, least=0)
+        self.cache_specs = [
+            CacheSpec(sizes.kv_heads, sizes.head_dim, rope, window if kind == SLIDING else 0)
+            for kind in layer_types(config, sizes.layers, pattern=pattern)
+        ]
 
     def __call__(self, ids: mx.array, cache: Cache) -> mx.array:
         """ids (M,) int32, the tokens behind the cache's end -> hidden states (M, K)."""

@@ -18,9 +18,7 @@ class Layer:
     def __init__(self, config: Config, weights: Weights, sizes: Sizes, index: int) -> None:
         count = config.int("num_local_experts")
         self.input_layernorm = weights.norm("input_layernorm", sizes.k, sizes.eps)
-        self.self_attn = Attention(
-            weights.at("self_attn"), sizes, index, window=config.int("sliding_window", 0, least=0)
-        )
+        self.self_attn = Attention(weights.at("self_attn"), sizes, index)
         self.post_attention_layernorm = weights.norm("post_attention_layernorm", sizes.k, sizes.eps)
         self.block_sparse_moe = MixtureMLP(
             weights.at("block_sparse_moe"),
@@ -49,7 +47,9 @@ class Model:
         self.norm = model.norm("norm", sizes.k, sizes.eps)
         self.lm_head = output_head(config, weights, self.embed_tokens, sizes)
         rope = rope_from(config, sizes.head_dim, theta=1e6)
-        self.cache_specs = [CacheSpec(sizes.kv_heads, sizes.head_dim, rope)] * sizes.layers
+        window = config.int("sliding_window", 0, least=0)
+        spec = CacheSpec(sizes.kv_heads, sizes.head_dim, rope, window)
+        self.cache_specs = [spec] * sizes.layers
 
     def __call__(self, ids: mx.array, cache: Cache) -> mx.array:
         """ids (M,) int32, the tokens behind the cache's end -> hidden states (M, K)."""

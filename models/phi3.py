@@ -22,7 +22,6 @@ class Layer:
             sizes,
             index,
             fused=True,
-            window=config.int("sliding_window", 0, least=0),
         )
         self.post_attention_layernorm = weights.norm("post_attention_layernorm", sizes.k, sizes.eps)
         self.mlp = GatedMLP(weights.at("mlp"), sizes.k, config.int("intermediate_size"), fused=True)
@@ -45,7 +44,9 @@ class Model:
         self.norm = model.norm("norm", sizes.k, sizes.eps)
         self.lm_head = output_head(config, weights, self.embed_tokens, sizes)
         rope = rope_from(config, sizes.head_dim)
-        self.cache_specs = [CacheSpec(sizes.kv_heads, sizes.head_dim, rope)] * sizes.layers
+        window = config.int("sliding_window", 0, least=0)
+        spec = CacheSpec(sizes.kv_heads, sizes.head_dim, rope, window)
+        self.cache_specs = [spec] * sizes.layers
 
     def __call__(self, ids: mx.array, cache: Cache) -> mx.array:
         """ids (M,) int32, the tokens behind the cache's end -> hidden states (M, K)."""

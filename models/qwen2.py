@@ -12,13 +12,9 @@ from qrun.weights import Weights
 
 
 class Layer:
-    def __init__(
-        self, config: Config, weights: Weights, sizes: Sizes, index: int, window: int
-    ) -> None:
+    def __init__(self, config: Config, weights: Weights, sizes: Sizes, index: int) -> None:
         self.input_layernorm = weights.norm("input_layernorm", sizes.k, sizes.eps)
-        self.self_attn = Attention(
-            weights.at("self_attn"), sizes, index, qkv_bias=True, window=window
-        )
+        self.self_attn = Attention(weights.at("self_attn"), sizes, index, qkv_bias=True)
         self.post_attention_layernorm = weights.norm("post_attention_layernorm", sizes.k, sizes.eps)
         self.mlp = GatedMLP(weights.at("mlp"), sizes.k, config.int("intermediate_size"))
 
@@ -34,13 +30,15 @@ class Model:
         model = weights.at("model")
         self.embed_tokens = model.embedding("embed_tokens", sizes.vocab, sizes.k)
         self.layers = [
-            Layer(config, model.at(f"layers.{i}"), sizes, i, window)
-            for i, window in enumerate(late_windows(config, sizes.layers))
+            Layer(config, model.at(f"layers.{i}"), sizes, i) for i in range(sizes.layers)
         ]
         self.norm = model.norm("norm", sizes.k, sizes.eps)
         self.lm_head = output_head(config, weights, self.embed_tokens, sizes)
         rope = rope_from(config, sizes.head_dim)
-        self.cache_specs = [CacheSpec(sizes.kv_heads, sizes.head_dim, rope)] * sizes.layers
+        self.cache_specs = [
+            CacheSpec(sizes.kv_heads, sizes.head_dim, rope, window)
+            for window in late_windows(config, sizes.layers)
+        ]
 
     def __call__(self, ids: mx.array, cache: Cache) -> mx.array:
         """ids (M,) int32, the tokens behind the cache's end -> hidden states (M, K)."""

@@ -227,10 +227,10 @@ def bench_kernels(
     for n, k in shapes:
         matrices = cold_matrices(n, k, spec)
         for m in rows:
-            progress(f"{n}x{k}, M = {m}")
+            op = qmv if m <= 16 else qmm
+            progress(f"{op.__name__} {n}x{k}, M = {m}")
             x = mx.random.normal((m, k)).astype(dtype)
             used = matrices if m <= 16 else matrices[:1]
-            op = qmv if m <= 16 else qmm
             flops, moved = 2 * m * n * k, qmv_bytes(x, used[0])
             run = one_after_another(op, x, used)
             run()

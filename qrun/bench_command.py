@@ -94,7 +94,7 @@ def bench(
     for path in (p for p in (out, plot) if p is not None):
         reading.check_writable(path)
     wanted = asked(peers, ggufs)
-    progress = printing.status_line(not as_json)
+    progress = printing.status_line()
     # First, since all that can be wrong is wrong there.
     loaded = (
         None

@@ -118,8 +118,8 @@ class Attention:
 
     fused: the file holds one `qkv_proj`. qk_norm: RMS norms of q and k before the rotation, of each
     "head" or of all heads as one "row"; plus_one: as in `Weights.norm`. interleaved: the checkpoint
-    rotates dims 2i and 2i+1 together. window 0: all that came before. softcap 0: none. scale: of
-    the scores, 1/sqrt(D) if not given.
+    rotates dims 2i and 2i+1 together. softcap 0: none. scale: of the scores, 1/sqrt(D) if not
+    given. How far back a layer sees is its cache's: `CacheSpec.window`.
     """
 
     def __init__(
@@ -134,12 +134,11 @@ class Attention:
         qk_norm: Literal["head", "row"] | None = None,
         plus_one: bool = False,
         interleaved: bool = False,
-        window: int = 0,
         softcap: float = 0.0,
         scale: float | None = None,
     ) -> None:
         d, h, hkv = sizes.head_dim, sizes.heads, sizes.kv_heads
-        self.index, self.heads, self.window, self.eps = index, h, window, sizes.eps
+        self.index, self.heads, self.eps = index, h, sizes.eps
         self.softcap = softcap
         self.scale = 1 / sqrt(d) if scale is None else scale
         rows = (h * d, hkv * d, hkv * d)
@@ -193,7 +192,7 @@ class Attention:
             k_norm=None if k_norm is None else k_norm.weight,
             eps=self.eps,
             scale=self.scale,
-            window=self.window,
+            window=cache.specs[i].window,
             softcap=self.softcap,
         )
         return self.o_proj(y, residual=residual, scale=scale)

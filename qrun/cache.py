@@ -18,11 +18,15 @@ STEP = 256  # capacities are multiples of this, so that growing one seldom chang
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What one layer keeps a position: Hkv heads of D dims for k, the same for v."""
+    """What one layer keeps a position: Hkv heads of D dims for k, the same for v.
+
+    window: of so many positions up to its own a query sees the keys; 0: of all.
+    """
 
     kv_heads: int
     head_dim: int
     rope: Rope
+    window: int = 0
 
 
 def cache_bytes(specs: Sequence[CacheSpec], length: int, dtype: mx.Dtype) -> int:
@@ -113,8 +117,10 @@ class Cache:
         return sum(a.nbytes for a in (*self.keys, *self.values))
 
     def bytes_held(self) -> int:
-        """Bytes of the keys and values that a decode step reads."""
-        return self.nbytes * self.length // self.capacity
+        """Bytes of the keys and values that a decode step reads: where there is a window, its."""
+        seen = (min(self.length, spec.window or self.length) for spec in self.specs)
+        each = (a.nbytes // self.capacity for a in self.keys)
+        return 2 * sum(n * size for n, size in zip(seen, each, strict=True))
 
 
 def _position(length: int) -> mx.array:

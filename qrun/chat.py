@@ -98,6 +98,12 @@ def render(template: str, messages: Sequence[Message], special: Mapping[str, str
             f"the model's chat template refuses: {_first_line(error)}", hint=hint
         ) from None
     except Exception as error:  # a template is a program: anything may come out of it
+        for i, message in enumerate(messages):
+            if not isinstance(content := message.get("content"), str):
+                raise UsageError(
+                    f"the model's chat template does not take the content of message {i}, which "
+                    f"is no text: {content!r:.80}"
+                ) from None
         raise CheckpointError(
             f"the model's chat template fails: {_first_line(error)}", hint=hint
         ) from None

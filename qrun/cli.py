@@ -335,6 +335,13 @@ def main() -> None:
             _traceback()
         where = error.filename or "standard output"
         _fail(f"{where}: {(error.strerror or str(error)).lower()}", None, 1)
+    except UnicodeEncodeError as error:
+        lost = error.object[error.start]
+        _fail(
+            f"standard output is {error.encoding}, which has no {lost!r}",
+            "set PYTHONIOENCODING=utf-8",
+            1,
+        )
     except Exception as error:
         if debug:
             _traceback()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal, cast
 
 import mlx.core as mx
@@ -117,7 +118,7 @@ def stream(
             f"the prompt has {len(ids)} tokens, the model's context holds {model.context}, "
             "and one must be left to generate"
         )
-    room = min(max_tokens, model.context - len(ids))
+    room = min(int(max_tokens), model.context - len(ids))
     sampler = Sampler(sampling or Sampling(), ids, model.vocab)
     return _run(model, ids, room, StopFinder(stops), sampler)
 
@@ -126,7 +127,7 @@ def _checked(model: Any, max_tokens: Any, stop: Any, sampling: Any) -> list[str]
     """The stop strings. Raises UsageError for an argument of another type."""
     if not isinstance(model, LoadedModel):
         raise UsageError(f"the model must be one that qrun.load returned, not {model!r:.80}")
-    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 0:
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, Integral) or max_tokens < 0:
         raise UsageError(f"max_tokens must be a whole number, 0 or more, but is {max_tokens!r:.80}")
     if not isinstance(sampling, Sampling | None):
         raise UsageError(f"sampling must be a qrun.Sampling, not {sampling!r:.80}")
@@ -156,11 +157,14 @@ def encode_prompt(
                 _messages(system, [{"role": "user", "content": prompt}])
             )
     elif isinstance(prompt, bytes) or not isinstance(prompt, Sequence):  # pyright: ignore
-        raise UsageError("a prompt is a text, a list of messages, or a list of token ids")
-    elif all(isinstance(item, int) for item in prompt):
+        raise UsageError(
+            "a prompt is a text, a list of messages, or a list of token ids, "
+            f"not of type {type(prompt).__name__}"
+        )
+    elif all(isinstance(item, Integral) for item in prompt):  # numpy's too
         if system is not None:
             raise UsageError("token ids take no system message")
-        ids = cast("list[int]", list(prompt))
+        ids = [int(item) for item in cast("list[int]", prompt)]
         for token in ids:
             if not 0 <= token < vocab:
                 raise UsageError(f"prompt: token {token} is not in 0 .. {vocab - 1}")

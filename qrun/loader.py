@@ -48,7 +48,7 @@ class Model(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model, its tokenizer, and what a generation needs to know of both."""
 

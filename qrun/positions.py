@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-from qrun.config import TINY, UPDATE, Config
+from qrun.config import AGAIN, TINY, UPDATE, Config
 from qrun.errors import CheckpointError
 
 Frequencies: TypeAlias = Sequence[float]
@@ -188,7 +188,14 @@ def _dynamic(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
 
 def _yarn(scaling: Config, config: Config, theta: float, dim: int) -> Rope:
     original = _original(scaling, config)
-    factor = _factor(scaling, config.int("max_position_embeddings", original) / original)
+    longest = config.int("max_position_embeddings", original)
+    if "factor" not in scaling and longest <= original:
+        raise CheckpointError(
+            f"{scaling.where}: factor is missing, and max_position_embeddings ({longest}) over "
+            f"original_max_position_embeddings ({original}) makes none",
+            hint=AGAIN,
+        )
+    factor = _factor(scaling, longest / original)
     fast, slow = scaling.float("beta_fast", 32.0), scaling.float("beta_slow", 1.0)
 
     def dim_of(turns: float) -> float:

@@ -145,31 +145,41 @@ def inspection(found: Report) -> str:
     return "\n".join(lines)
 
 
-def status_line(show: bool) -> Callable[[str], None]:
-    """A callback that keeps one line on stderr up to date; "" removes it. No terminal: nothing."""
+def seldom() -> Callable[[str], None]:
+    """A callback for where there is no terminal: a line, if the last one was a while ago."""
+    told = time.monotonic()
 
     def line(text: str) -> None:
-        if show and sys.stderr.isatty():
-            click.echo(f"\r\033[K{text}", nl=False, err=True)
+        nonlocal told
+        if text and time.monotonic() - told >= SELDOM:
+            told = time.monotonic()
+            click.echo(text, err=True)
 
     return line
+
+
+def status_line(show: bool = True) -> Callable[[str], None]:
+    """A callback that keeps one line on stderr up to date; "" removes it. No terminal: seldom."""
+    if not show:
+        return lambda text: None
+    if not sys.stderr.isatty():
+        return seldom()
+    return lambda text: click.echo(f"\r\033[K{text}", nl=False, err=True)
 
 
 def progress_bar() -> Callable[[str, int, int], None]:
     """A callback (phase, done, total): a bar on stderr, or a line now and then if no terminal."""
     terminal = sys.stderr.isatty()
-    told = time.monotonic()
+    line = seldom()
 
     def show(phase: str, done: int, total: int) -> None:
-        nonlocal told
         share = done / total if total else 1.0
         if terminal:
             bar = "#" * int(30 * share)
             click.echo(f"\r{phase:12} [{bar:30}] {share:4.0%}", nl=False, err=True)
             if done >= total:
                 click.echo(err=True)
-        elif time.monotonic() - told >= SELDOM:
-            told = time.monotonic()
-            click.echo(f"{phase} {share:4.0%}", err=True)
+        else:
+            line(f"{phase} {share:4.0%}")
 
     return show

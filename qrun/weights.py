@@ -6,8 +6,11 @@ lists them all. What a matrix is stored as is read off its shapes and compared w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby
 from typing import Protocol
 
 import mlx.core as mx
@@ -64,10 +67,12 @@ class Weights:
         self.dtype = dtype
         self.prefix = prefix
         self._root = root or self
+        self._absent = False  # nothing lies below: said once, not for every tensor
         if root is None:
             self.pack = pack  # False: leave matrices as the file has them, nothing is evaluated
             self.activations: Activations = activations  # of all products
             self.problems: list[str] = []
+            self.names = sorted(source.tensors)
             self.taken: set[str] = set()
             self.dropped: set[str] = set()  # taken, but not needed
             self.unread = 0.0  # bytes of parameters that a decode step does not read
@@ -77,9 +82,15 @@ class Weights:
 
     def at(self, name: str) -> Weights:
         """The view one level down: names below are relative to `name`."""
-        return Weights(
+        view = Weights(
             self.source, self.declared, self.dtype, prefix=f"{self.prefix}{name}.", root=self._root
         )
+        names = self._root.names
+        first = bisect_left(names, view.prefix)
+        view._absent = not any(name.startswith(view.prefix) for name in names[first : first + 1])
+        if view._absent and not self._absent:
+            self._note(f"{view.prefix}* is missing, all of it")
+        return view
 
     def need_range(self) -> None:
         """Compute in bfloat16 where float16 was asked for: the model leaves float16's range."""
@@ -211,7 +222,7 @@ class Weights:
         left = sorted(
             t for t in self.source.tensors if t not in root.taken and not t.endswith(ignored)
         )
-        return root.problems + [f"{name:.200} is unexpected" for name in left]
+        return root.problems + [f"{name:.200} is unexpected" for name in by_layer(left, root.taken)]
 
     def finish(self, folder: object) -> None:
         """Raise CheckpointError if there are problems, listing the first of them."""
@@ -246,7 +257,8 @@ class Weights:
         root = self._root
         tensor = self.source.tensors.get(name)
         if tensor is None:
-            self._note(f"{name} is missing")
+            if not self._absent:
+                self._note(f"{name} is missing")
             return None
         root.taken.add(name)
         if shape is not None and tensor.shape != shape:
@@ -375,3 +387,16 @@ class Weights:
             path = f"{self.prefix}{{{','.join(names)}}}"
             self._root.slow.append(f"{path}: formats differ, so these run one by one")
         return whole
+
+
+def by_layer(left: list[str], taken: Iterable[str]) -> Iterator[str]:
+    """Sorted names left over. A layer of which nothing was taken is one: the file has more."""
+
+    def layer(name: str) -> str:
+        found = re.match(r"(?:.*\.)?layers\.\d+\.", name)
+        return found[0] if found else ""
+
+    known = {layer(name) for name in taken} | {""}
+    for prefix, group in groupby(left, key=layer):
+        names = list(group)
+        yield from names if prefix in known or len(names) == 1 else [f"{prefix}*"]

@@ -230,8 +230,8 @@ WHOLE: dict[str, tuple[Break, str, str]] = {
     "activation": (config(hidden_act="relu"), "hidden_act is 'relu'", UPDATE),
     "hidden size": (config(hidden_size=256), "by its shape, but config.json says", MISFIT),
     "a string for a number": (config(hidden_size="128"), "must be a whole number", AGAIN),
-    "too many layers": (config(num_hidden_layers=3), "layers.2.input_layernorm.weight is", MISFIT),
-    "too few layers": (config(num_hidden_layers=1), "is unexpected", MISFIT),
+    "too many layers": (config(num_hidden_layers=3), "model.layers.2.* is missing, all", MISFIT),
+    "too few layers": (config(num_hidden_layers=1), "layers.1.* is unexpected", MISFIT),
     "vocabulary": (config(vocab_size=100), "has shape [352, 16], must be [100, 16]", MISFIT),
     "heads": (config(num_attention_heads=3), "no multiple of", "download config.json again"),
     "context without end": (

@@ -89,6 +89,13 @@ def test_case_11_a_failing_template_is_one_line(template: str) -> None:
     assert "--raw" in caught.value.hint
 
 
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "hi"}]])
+def test_content_that_a_template_cannot_read_is_the_callers_mistake(content: Any) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": content, "more": 1}]
+    with pytest.raises(UsageError, match=r"does not take the content of message 1, which is no te"):
+        render("{% for m in messages %}{{ m.content + '' }}{% endfor %}", messages, SPECIAL)
+
+
 def test_a_template_that_is_no_template_is_a_bad_checkpoint() -> None:
     with pytest.raises(CheckpointError, match=r"chat template is broken: .* \(line 1\)"):
         render("{% if %}", HELLO, SPECIAL)

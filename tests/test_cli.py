@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qrun.tokenizer import Tokenizer
 from tests.conftest import NATIVE, ROOT, Outcome, Run, environment
 from tests.tiny import Stored, stored, tiny, write_json, write_safetensors
 
@@ -354,6 +355,13 @@ def test_threads_that_are_no_number(command: Sequence[str], cli: Run, tiny_folde
 def test_an_unknown_instruction_set(command: Sequence[str], cli: Run, tiny_folder: Path) -> None:
     done = cli(*command, tiny_folder, QRUN_ISA="mmx")
     assert_fails(done, 2, 'instruction set "mmx" (QRUN_ISA): unknown; known here: portable')
+
+
+def test_a_text_that_standard_output_cannot_hold(cli: Run, tiny_folder: Path) -> None:
+    beyond = Tokenizer(tiny_folder).inner.encode("→", add_special_tokens=False).ids
+    bias = [f"--logit-bias={i}=1000" for i in beyond]
+    done = cli("generate", tiny_folder, "-p", "x", "-n", "2", *bias, PYTHONIOENCODING="latin-1")
+    assert_fails(done, 1, "standard output is latin-1, which has no", "PYTHONIOENCODING=utf-8")
 
 
 @pytest.mark.parametrize("how", ["2>/dev/full", "2>&-"])

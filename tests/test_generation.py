@@ -229,6 +229,14 @@ def test_case_08_the_stream_joined_is_the_decode_of_all_tokens(kind: str, tmp_pa
         assert joined == result.text == model.tokenizer.decode(result.tokens)
 
 
+def test_whole_numbers_may_be_numpys(endless: LoadedModel) -> None:
+    ids = list(np.array(IDS, np.int32))
+    want = qrun.generate(endless, IDS, max_tokens=3)
+    assert qrun.generate(endless, ids, max_tokens=np.int64(3)).tokens == want.tokens  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="list of token ids, not of type ndarray"):
+        qrun.generate(endless, np.array(IDS))  # type: ignore[arg-type]
+
+
 def test_case_10_ids_beyond_the_tokenizer_are_never_generated(endless: LoadedModel) -> None:
     size = endless.vocab
     logits = endless.model.logits(endless.model(mx.array([1], mx.int32), endless.new_cache(1)))

@@ -254,3 +254,10 @@ def test_norms_in_another_type_do_not_widen_the_rest(tmp_path: Path) -> None:
     model = load(tiny(tmp_path, edit=edit), dtype="bfloat16")
     hidden = model.model(mx.array([1, 2], mx.int32), model.new_cache(2))
     assert hidden.dtype == mx.bfloat16
+
+
+def test_a_loaded_model_is_a_key(tiny_folder: Path) -> None:
+    """Of a cache, say: it is itself, and nothing else is."""
+    one, other = load(tiny_folder), load(tiny_folder)
+    assert len({one: 1, other: 2}) == 2
+    assert one != other

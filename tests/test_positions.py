@@ -137,6 +137,11 @@ def test_an_unknown_type_is_refused(style: str, kind: str) -> None:
             {"rope_type": "linear", "factor": 2.0, "rope_theta": -1},
             "rope_theta must be a finite number",
         ),
+        ({"rope_type": "yarn"}, r"factor is missing, and max_position_embeddings \(16384\) over"),
+        (
+            {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32768},
+            r"original_max_position_embeddings \(32768\) makes none",
+        ),
         ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}, "make no frequencies"),
         ({"rope_type": "yarn", "factor": 2.0, "beta_fast": -1.0}, "make no frequencies"),
         ({**RULES["llama3"], "high_freq_factor": 1.0}, "low_freq_factor must lie under"),
@@ -204,6 +209,15 @@ def test_a_cache_never_mixes_two_rotations() -> None:
     assert mx.array_equal(fresh.tables[0], Cache(specs, 5000, mx.float32).tables[0])
 
 
+def test_a_step_reads_no_more_than_the_window() -> None:
+    """--stats and the roofline go by it."""
+    rope = rope_from(config(), D)
+    cache = Cache([CacheSpec(2, D, rope, 100), CacheSpec(2, D, rope)], 300, mx.float32)
+    for length, window in ((80, 80), (290, 100)):
+        cache.advance(length - cache.length)
+        assert cache.bytes_held() == 2 * 2 * D * 4 * (window + length)
+
+
 def test_a_growing_cache_keeps_what_it_holds() -> None:
     specs = [CacheSpec(2, D, rope_from(config(), D))]
     cache = Cache(specs, 10, mx.float32)
@@ -222,6 +236,14 @@ def test_original_length_beside_or_inside() -> None:
     beside = config(rope_scaling=rule, original_max_position_embeddings=4096)
     assert rope_from(beside, D).same(4096, 100)
     assert not rope_from(beside, D).same(4096, 4097)
+
+
+def test_yarn_without_a_factor_takes_that_of_the_contexts() -> None:
+    bare = {key: value for key, value in RULES["yarn"].items() if key != "factor"}
+    rule, same = (rope_from(config(rope_scaling=r), D) for r in (bare, RULES["yarn"]))
+    assert BASE["max_position_embeddings"] == 4 * RULES["yarn"]["original_max_position_embeddings"]
+    assert rule.inv_freq(1) == same.inv_freq(1)
+    assert rule.factor == same.factor
 
 
 def test_yarn_magnitudes() -> None:

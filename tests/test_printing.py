@@ -22,6 +22,18 @@ def test_progress_without_a_terminal_is_a_seldom_line(
     assert err == "converting  30%\n"
 
 
+def test_stages_without_a_terminal_are_seldom_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(printing.time, "monotonic", lambda: now)
+    show = printing.status_line()
+    for stage in ["qmv 64x64, M = 1", "qmv 64x64, M = 4", "prefill 128", "decode at 512", ""]:
+        now += 6
+        show(stage)
+    assert capsys.readouterr().err == "qmv 64x64, M = 4\ndecode at 512\n"
+
+
 def test_progress_on_a_terminal_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,26 @@ def test_a_missing_packed_weight_is_named(tmp_path: Path) -> None:
     assert "unexpected" not in line
 
 
+@pytest.mark.parametrize("gone", ["model.layers.1.", "model.layers.0.mlp.", "model."])
+def test_what_is_missing_whole_is_one_problem(tmp_path: Path, gone: str) -> None:
+    def edit(tensors: dict[str, Stored]) -> None:
+        for name in [name for name in tensors if name.startswith(gone)]:
+            del tensors[name]
+
+    line = fault(tiny(tmp_path, edit=edit))
+    assert f"{gone}* is missing, all of it" in line
+    assert line.count(" is missing") == 1
+
+
+def test_a_layer_too_many_is_one_problem(tmp_path: Path) -> None:
+    def edit(tensors: dict[str, Stored]) -> None:
+        tensors |= {n.replace("s.1.", "s.2."): t for n, t in tensors.items() if ".layers.1." in n}
+
+    line = fault(tiny(tmp_path, edit=edit))
+    assert "model.layers.2.* is unexpected" in line
+    assert line.count(" is unexpected") == 1
+
+
 def test_unexpected_tensors_are_listed(tmp_path: Path) -> None:
     extra = stored(np.zeros(4), "F16")
     line = fault(tiny(tmp_path, edit=lambda t: t.update({"model.extra.weight": extra})))
