@@ -304,27 +304,24 @@ struct Qmv {
   __device__ __forceinline__ void finish(float (&sums)[PASSES][4], int tile, int count, bool normed,
                                          float eps, const E& epilogue) const {
     constexpr int COLUMNS = ROWS / E::ROWS, ITEMS = M * COLUMNS;  // of y; a lane takes every (32 * WARPS)-th
-    constexpr int EACH = (ITEMS + 32 * WARPS - 1) / (32 * WARPS);
+    constexpr int EACH = (ITEMS + 32 * WARPS - 1) / (32 * WARPS), STRIDE = 32 * WARPS / COLUMNS;
     const int buffer = count % 2;
-    const int mine = (warp() + 2 * WARPS - count) % WARPS * 32 + threadIdx.x % 32;
-    const auto m_of = [&](int i) { return (mine + i * (32 * WARPS)) / COLUMNS; };
-    const auto valid = [&](int i) {
-      return m_of(i) < M && int(blockIdx.y) * M + m_of(i) < rows &&
-             tile * COLUMNS + mine % COLUMNS < epilogue.columns();
-    };
+    const unsigned mine = unsigned(warp() + 2 * WARPS - count) % WARPS * 32 + threadIdx.x % 32;
+    const int m = mine / COLUMNS, row = blockIdx.y * M + m;
+    const int column = tile * COLUMNS + mine % COLUMNS, first = mine % COLUMNS * E::ROWS;
+    const int left = column < epilogue.columns() ? min(M - m, rows - row) : 0;  // rows of y, STRIDE apart
     share(sums, buffer);
     typename E::Behind behind[EACH];  // under way while the others finish
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-      if (valid(i)) behind[i] = epilogue.ahead(blockIdx.y * M + m_of(i), tile * COLUMNS + mine % COLUMNS);
+      if (i * STRIDE < left) behind[i] = epilogue.ahead(row + i * STRIDE, column);
     barrier(1 + team(), 32 * WARPS);  // whoever fills this buffer again has passed the next tile's
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      if (!valid(i)) continue;
-      const int m = m_of(i), first = mine % COLUMNS * E::ROWS;
-      const float r = normed ? norm_factor(m, eps) : 1.0f;
-      epilogue.write(blockIdx.y * M + m, tile * COLUMNS + mine % COLUMNS, total(buffer, m, first) * r,
-                     E::ROWS == 2 ? total(buffer, m, first + 1) * r : 0.0f, behind[i]);
+      if (i * STRIDE >= left) continue;
+      const float r = normed ? norm_factor(m + i * STRIDE, eps) : 1.0f;
+      epilogue.write(row + i * STRIDE, column, total(buffer, m + i * STRIDE, first) * r,
+                     E::ROWS == 2 ? total(buffer, m + i * STRIDE, first + 1) * r : 0.0f, behind[i]);
     }
   }
 
