@@ -5,9 +5,10 @@
 // then closes the door and waits only for those inside: a worker that was asleep costs nothing, it
 // finds the door closed.
 //
-// Each thread has a share of the items, side by side, and takes its steps in order: what a kernel
-// asks memory for ahead of the end of a step is its own next step. Who has done his share takes the
-// back half of what another still has.
+// Each thread has a share of the items, side by side, and takes its steps in order, a third of what
+// is left at a time: what a kernel asks memory for ahead of the end is its own next step, and no
+// load passes the locked instruction that takes one. Who has done his share takes the back half of
+// what another still has.
 //
 //   state   epoch (high bits) | closed | workers inside (16 bits)
 //
@@ -92,12 +93,12 @@ class Pool {
   void take(size_t own) {
     std::atomic<uint64_t>& left = shares_[own].left;
     do {
-      for (uint64_t now = left.load(std::memory_order_relaxed); (uint32_t)now < now >> 32;)
-        if (left.compare_exchange_weak(now, now + 1, std::memory_order_relaxed)) {
-          const int first = (int)(uint32_t)now * step_;
-          task_(context_, first, std::min(first + step_, items_));
-          now = left.load(std::memory_order_relaxed);
-        }
+      for (uint64_t now = left.load(std::memory_order_relaxed); (uint32_t)now < now >> 32;) {
+        const int first = (int)(uint32_t)now, some = std::max(1, ((int)(now >> 32) - first) / 3);
+        if (!left.compare_exchange_weak(now, now + some, std::memory_order_relaxed)) continue;
+        task_(context_, first * step_, std::min((first + some) * step_, items_));
+        now = left.load(std::memory_order_relaxed);
+      }
     } while (take_over(left, own));
   }
 

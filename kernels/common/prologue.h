@@ -9,6 +9,7 @@ static inline float inverse_rms(const Prologue& p, size_t row, int k) {
   f32x16 squares = splat(0);
   int i = 0;
   for (; i + 16 <= k; i += 16) {
+    prefetch_near(at(p.norm, p.norm_type, i));  // needed next, and nobody has had it for a layer
     f32x16 x = load(at(p.x, p.type, row * k + i), p.type);
     squares = fma(x, x, squares);
   }

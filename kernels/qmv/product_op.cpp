@@ -144,17 +144,18 @@ class Product : public CpuPrimitive {
     const int items = panels * runs;
     const bool small = work * blocks < kShareBytes;
     parallel(items, small ? items : 1, [&](int i0, int i1) {
-      for (int i = i0; i < i1; i++) {
-        const int t0 = i / runs * panel, b0 = i % runs * length;
-        const auto kernel = d.few ? run.product_few : run.product;
-        kernel(w, d, e, b0, std::min(blocks, b0 + length), t0, std::min(tiles, t0 + panel));
+      const auto kernel = d.few ? run.product_few : run.product;
+      for (int i = i0, end; i < i1; i = end) {  // the runs of one panel
+        end = std::min(i1, i - i % runs + runs);
+        const int t0 = i / runs * panel, b0 = i % runs * length, b1 = b0 + (end - i) * length;
+        kernel(w, d, e, b0, std::min(blocks, b1), t0, std::min(tiles, t0 + panel));
       }
     });
   }
 
   // On a matrix unit: tiles of x in shares of up to 16, w in runs of up to 16 pairs of blocks
   // (gates and ups come in pairs), which qmm.cpp keeps in L2 together. Items that follow each other
-  // belong to different shares of x: with two shares and two threads each keeps its own.
+  // read the same run of w.
   static void unit(const Kernels& run, const Matrix& w, const Digits& d, const Epilogue& e) {
     constexpr int most = 16;
     const int tiles = (d.tiles() + 1) / 2, shares = (d.tiles() + most - 1) / most;

@@ -27,12 +27,20 @@ static void head(const Rope& a, const void* in, void* out, Type out_type, const 
       store(x + i, load(x + i) * r * load_first(at(norm, a.norm_type, i), a.norm_type, d - i));
   }
   if (cs) {
-    for (int i = 0; i < half; i++) {
+    int i = 0;
+    for (; i + 16 <= half; i += 16) {
+      f32x16 c, s;
+      unzip(load(cs + 2 * i), load(cs + 2 * i + 16), c, s);
+      const f32x16 a = load(x + i), b = load(x + i + half);
+      store(y + i, a * c - b * s);
+      store(y + i + half, b * c + a * s);
+    }
+    for (; i < half; i++) {
       const float c = cs[2 * i], s = cs[2 * i + 1];
       y[i] = x[i] * c - x[i + half] * s;
       y[i + half] = x[i + half] * c + x[i] * s;
     }
-    for (int i = a.rotated; i < d; i++) y[i] = x[i];
+    for (i = a.rotated; i < d; i++) y[i] = x[i];
   }
   const float* result = cs ? y : x;
   for (int i = 0; i < d; i += 16)

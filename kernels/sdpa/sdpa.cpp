@@ -57,24 +57,59 @@ static void merge(float& m, float& l, float* o, float part_m, float part_l, cons
     store(o + i, fma(load(part_o + i), splat(add), load(o + i) * splat(keep)));
 }
 
+static int row_tiles(const Sdpa& a) {
+  return (a.heads / a.kv_heads * a.length + a.tile - 1) / a.tile;
+}
+
+// The keys that an item reads: bytes of k_cache, and of v_cache.
+struct Range {
+  size_t begin, bytes;
+};
+
+static Range keys_of(const Sdpa& a, int item) {
+  const int chunks = a.partial ? a.chunks : 1, head = item / chunks / row_tiles(a);
+  const int chunk = item % chunks * a.chunk, keys = a.offset + a.length;
+  const int visible = a.window > 0 ? a.offset - a.window + 1 : 0;
+  const int first = chunk > visible ? chunk : visible;
+  const int end = a.partial && chunk + a.chunk < keys ? chunk + a.chunk : keys;
+  const size_t row = a.head_dim * size_of(a.cache_type);
+  return {((size_t)head * a.capacity + first) * row, first < end ? (end - first) * row : 0};
+}
+
+// What to ask memory for while p is read: kAhead further on, and at the end of a range the next
+// one.
+struct Ahead {
+  const char* limit;
+  ptrdiff_t within, beyond;
+
+  Ahead(const void* cache, Range now, Range next) {
+    within = now.bytes < (size_t)kAhead ? now.bytes : kAhead;
+    limit = (const char*)cache + now.begin + now.bytes - within;
+    beyond = (const char*)cache + next.begin - limit;
+  }
+  const char* of(const char* p) const { return p + (p < limit ? within : beyond); }
+};
+
 struct Tile {
-  const float* q;          // (D, height), scaled
-  const char *k, *v;       // (capacity, D) of this kv head
-  const float* turned;     // (capacity/16, D, 16) of this kv head, or null
+  const float* q;       // (D, height), scaled
+  const char *k, *v;    // (capacity, D) of this kv head
+  const float* turned;  // (capacity/16, D, 16) of this kv head, or null
+  Ahead ahead_k, ahead_v;
   int position[kMaxRows];  // of each row
   int rows;
 };
 
 // Dims i .. i+15 of keys j .. j+15 of k (capacity, D), of which n count -> r[d]: a lane is a key.
 template <Type T>
-static inline void turn_tile(const char* k, int D, int i, int j, int n, f32x16 (&r)[16]) {
+static inline void turn_tile(const char* k, const Ahead& ahead, int D, int i, int j, int n,
+                             f32x16 (&r)[16]) {
   const size_t e = (size_t)j * D + i;
+  const char* coming = ahead.of((const char*)at(k, T, e));
+  QRUN_UNROLL
+  for (int key = 0; key < 16; key++) prefetch((const char*)at(coming, T, (size_t)key * D));
   if (n >= 16 && i + 16 <= D) {
     QRUN_UNROLL
-    for (int key = 0; key < 16; key++) {
-      prefetch((const char*)at(k, T, e + (size_t)key * D) + kAhead);
-      r[key] = load_as<T>(k, e + (size_t)key * D);
-    }
+    for (int key = 0; key < 16; key++) r[key] = load_as<T>(k, e + (size_t)key * D);
   } else {  // nothing beyond the valid keys, or beyond a row, is read
     for (int key = 0; key < 16; key++)
       r[key] = key < n ? load_first(at(k, T, e + (size_t)key * D), T, D - i) : splat(0);
@@ -84,14 +119,14 @@ static inline void turn_tile(const char* k, int D, int i, int j, int n, f32x16 (
 
 // Keys j .. j+15 -> turned (D, 16).
 template <Type T>
-static inline void turn(const char* k, int D, int j, int n, float* turned) {
+static inline void turn(const char* k, const Ahead& ahead, int D, int j, int n, float* turned) {
   if (n <= 0) {
     __builtin_memset(turned, 0, (size_t)D * 16 * sizeof(float));
     return;
   }
   for (int i = 0; i < D; i += 16) {
     f32x16 r[16];
-    turn_tile<T>(k, D, i, j, n, r);
+    turn_tile<T>(k, ahead, D, i, j, n, r);
     for (int d = 0; d < 16 && i + d < D; d++) store(turned + (i + d) * 16, r[d]);
   }
 }
@@ -105,7 +140,7 @@ static inline void turn_and_score(const Tile& t, int D, int j, int n, float (&p)
   for (int r = 0; r < R; r++) score[r] = splat(0);
   for (int i = 0; i < D && n > 0; i += 16) {
     f32x16 k[16];
-    turn_tile<T>(t.k, D, i, j, n, k);
+    turn_tile<T>(t.k, t.ahead_k, D, i, j, n, k);
     const float* q = t.q + i * R;
     if (i + 16 <= D) {
       QRUN_UNROLL
@@ -129,18 +164,19 @@ constexpr int kWide = R <= 4   ? 4
 
 // o[r] (D) += sum over n keys of p[r][j] * v[j] (D), for columns i .. i + 16*W.
 template <int R, int W, Type T>
-static inline void weigh(const float (&p)[R][kBlock], const char* v, int D, int j0, int n, int i,
-                         float (*sum)[kMaxHead]) {
+static inline void weigh(const float (&p)[R][kBlock], const char* v, const Ahead& ahead, int D,
+                         int j0, int n, int i, float (*sum)[kMaxHead]) {
   f32x16 o[R][W];
   QRUN_UNROLL
   for (int r = 0; r < R; r++) QRUN_UNROLL
   for (int w = 0; w < W; w++) o[r][w] = load(sum[r] + i + w * 16);
   for (int j = 0; j < n; j++) {
     const size_t e = (size_t)(j0 + j) * D + i;
+    const char* coming = ahead.of((const char*)at(v, T, e));
     f32x16 x[W];
     QRUN_UNROLL
     for (int w = 0; w < W; w++) {
-      prefetch((const char*)at(v, T, e + w * 16) + kAhead);
+      prefetch((const char*)at(coming, T, w * 16));
       x[w] = i + w * 16 + 16 <= D ? load_as<T>(v, e + w * 16) : load_first(at(v, T, e), T, D - i);
     }
     QRUN_UNROLL
@@ -161,7 +197,7 @@ static inline void score(const Tile& t, int D, int j0, int n, float (&p)[R][kBlo
   if (t.turned)
     turned = t.turned + (size_t)j0 * D;
   else
-    for (int j = 0; j < kBlock; j += 16) turn<T>(t.k, D, j0 + j, n - j, own + j * D);
+    for (int j = 0; j < kBlock; j += 16) turn<T>(t.k, t.ahead_k, D, j0 + j, n - j, own + j * D);
   for (int j = 0; j < kBlock; j += 16 * W) {
     f32x16 score[R][W];
     QRUN_UNROLL
@@ -223,8 +259,8 @@ static void block(const Sdpa& a, const Tile& t, int j0, int n, State& s) {
       for (int i = 0; i < D; i += 16) store(s.o[r] + i, load(s.o[r] + i) * splat(keep[r]));
   }
   int i = 0;
-  for (; i + 16 * W <= D; i += 16 * W) weigh<R, W, T>(p, t.v, D, j0, n, i, s.o);
-  for (; i < D; i += 16) weigh<R, 1, T>(p, t.v, D, j0, n, i, s.o);
+  for (; i + 16 * W <= D; i += 16 * W) weigh<R, W, T>(p, t.v, t.ahead_v, D, j0, n, i, s.o);
+  for (; i < D; i += 16) weigh<R, 1, T>(p, t.v, t.ahead_v, D, j0, n, i, s.o);
 }
 
 using Block = void (*)(const Sdpa&, const Tile&, int, int, State&);
@@ -253,10 +289,6 @@ static void write(const Sdpa& a, int b, int kv, int row, float l, const float* o
     store_first(at(a.y, a.type, out + i), a.type, load(o + i) * inverse, a.head_dim - i);
 }
 
-static int row_tiles(const Sdpa& a) {
-  return (a.heads / a.kv_heads * a.length + a.tile - 1) / a.tile;
-}
-
 // Items: (B, Hkv, 16 keys). Many tiles would turn the same keys over and over; here once for all.
 void sdpa_turn(const Sdpa& a, int item0, int item1) {
   const int D = a.head_dim, groups = a.turned_keys / 16, keys = a.offset + a.length;
@@ -264,12 +296,15 @@ void sdpa_turn(const Sdpa& a, int item0, int item1) {
     const int head = item / groups, j = item % groups * 16, n = keys - j < 16 ? keys - j : 16;
     const char* k = (const char*)at(a.k_cache, a.cache_type, (size_t)head * a.capacity * D);
     float* turned = a.turned + (size_t)item * D * 16;
+    const size_t row = D * size_of(a.cache_type);
+    const Range all{(size_t)head * a.capacity * row, keys * row};
+    const Ahead ahead(a.k_cache, all, all);
     if (a.cache_type == Type::f32)
-      turn<Type::f32>(k, D, j, n, turned);
+      turn<Type::f32>(k, ahead, D, j, n, turned);
     else if (a.cache_type == Type::f16)
-      turn<Type::f16>(k, D, j, n, turned);
+      turn<Type::f16>(k, ahead, D, j, n, turned);
     else
-      turn<Type::bf16>(k, D, j, n, turned);
+      turn<Type::bf16>(k, ahead, D, j, n, turned);
   }
 }
 
@@ -279,12 +314,19 @@ void sdpa(const Sdpa& a, int item0, int item1) {
   const int D = a.head_dim, d16 = (D + 15) & ~15;
   alignas(64) float q[kMaxRows * kMaxHead];
   State part, total;
+  const int items = a.batch * a.kv_heads * tiles * (a.partial ? a.chunks : 1);
   for (int item = item0; item < item1; item++) {
     const int chunk = a.partial ? item % a.chunks : -1, unit = a.partial ? item / a.chunks : item;
     const int tile = unit % tiles, head = unit / tiles, kv = head % a.kv_heads,
               b = head / a.kv_heads;
     const int row0 = tile * a.tile;
-    Tile t;
+    const Range now = keys_of(a, item), next = item + 1 < items ? keys_of(a, item + 1) : now;
+    Tile t{.ahead_k{a.k_cache, now, next}, .ahead_v{a.v_cache, now, next}};
+    if (item == item0 && !a.turned)  // nobody has asked for its first lines yet
+      for (ptrdiff_t i = 0; i < t.ahead_k.within; i += 64) {
+        prefetch((const char*)a.k_cache + now.begin + i);
+        prefetch((const char*)a.v_cache + now.begin + i);
+      }
     t.rows = rows_all - row0 < a.tile ? rows_all - row0 : a.tile;
     int height;
     const Block step = pick(t.rows, a.cache_type, height);
