@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import mlx.core as mx
 
@@ -35,6 +35,7 @@ from qrun.parts import float_scales, join, pairs_apart, take_rows
 from qrun.quantization import Quantization, infer
 
 ENOUGH = 500  # problems after which none is looked for
+MOST_MISSED = 50_000  # tensors, more than any model has
 SHOWN = 8  # problems listed before "and N more"
 MISFIT = "convert or download it again: config.json and weights are not of one model"
 
@@ -72,6 +73,7 @@ class Weights:
             self.pack = pack  # False: leave matrices as the file has them, nothing is evaluated
             self.activations: Activations = activations  # of all products
             self.problems: list[str] = []
+            self.missed = 0  # tensors of what is missing whole, which is one problem
             self.names = sorted(source.tensors)
             self.taken: set[str] = set()
             self.dropped: set[str] = set()  # taken, but not needed
@@ -87,7 +89,7 @@ class Weights:
         )
         names = self._root.names
         first = bisect_left(names, view.prefix)
-        view._absent = not any(name.startswith(view.prefix) for name in names[first : first + 1])
+        view._absent = first == len(names) or not names[first].startswith(view.prefix)
         if view._absent and not self._absent:
             self._note(f"{view.prefix}* is missing, all of it")
         return view
@@ -239,11 +241,14 @@ class Weights:
         problems = self._root.problems
         problems.append(problem)
         if len(problems) >= ENOUGH:
-            raise CheckpointError(
-                f"the weights are not those that config.json describes: "
-                f"{'; '.join(problems[:SHOWN])}; and at least {ENOUGH - SHOWN} more",
-                hint=MISFIT,
-            )
+            self._give_up(f"; and at least {ENOUGH - SHOWN} more")
+
+    def _give_up(self, more: str = "") -> NoReturn:
+        raise CheckpointError(
+            f"the weights are not those that config.json describes: "
+            f"{'; '.join(self._root.problems[:SHOWN])}{more}",
+            hint=MISFIT,
+        )
 
     def _refuse_endless(self, name: str, rows: int) -> None:
         """Raise for a matrix that no array could be: MLX counts to 2**31."""
@@ -259,6 +264,9 @@ class Weights:
         if tensor is None:
             if not self._absent:
                 self._note(f"{name} is missing")
+            root.missed += 1
+            if root.missed >= MOST_MISSED:
+                self._give_up()
             return None
         root.taken.add(name)
         if shape is not None and tensor.shape != shape:

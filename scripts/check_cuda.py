@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -48,6 +47,11 @@ TILES = (
     (64, QmvTile(6, take=2, warps=2, teams=4, blocks=1, turned=True)),
     (32, QmvTile(8, take=2, warps=2, teams=2, blocks=1, turned=True)),
     (32, QmvTile(4, take=2, warps=1, teams=1, blocks=1, ahead=True, turned=True)),
+)
+# With the end of K within a take, and a warp whose last round is empty.
+UNEVEN = (
+    (576, QmvTile(8, take=1, warps=5, teams=4, blocks=1)),
+    (640, QmvTile(3, take=1, warps=2, teams=2, blocks=1)),
 )
 rng = np.random.default_rng(0)
 
@@ -113,13 +117,20 @@ def product(
         )
         return [(y, ref)]
 
-    name = getattr(op, "__name__", op)
-    what = f"{name} M {rows} N {n} K {k} {spec} x {dtype} scales {scales} {extras} {activation}"
+    what = (
+        f"{op.__name__} M {rows} N {n} K {k} {spec} x {dtype} scales {scales} {extras} {activation}"
+    )
     return what.replace("mlx.core.", ""), run
 
 
-def _qmv_by(tile: QmvTile, x: mx.array, m: QuantizedMatrix, **behind: Any) -> mx.array:
-    return _cuda_product._qmv(x, m, tile, **behind)  # pyright: ignore[reportPrivateUsage]
+def _by(tile: QmvTile) -> Any:
+    """qmv by this tile, which its name tells."""
+
+    def qmv(x: mx.array, m: QuantizedMatrix, **behind: Any) -> mx.array:
+        return _cuda_product._qmv(x, m, tile, **behind)  # pyright: ignore[reportPrivateUsage]
+
+    qmv.__name__ = f"qmv by {tuple(tile)}"
+    return qmv
 
 
 def products() -> Iterator[Case]:
@@ -145,9 +156,10 @@ def products() -> Iterator[Case]:
     yield product(qmv, (2, 5, 96), Quantization(4, 16, "nvfp4"), BF, U8)
     yield product(qmv, (1, 6, 96), Quantization(8, 32, "mxfp8"), HF, U8, "", "swiglu")
     for group, tile in TILES:
-        qmv_tile = partial(_qmv_by, tile)
-        yield product(qmv_tile, (tile.rows, 6406, 512), q4(group), BF, BF, "nr", "swiglu")
-        yield product(qmv_tile, (tile.rows, 6403, 512), q4(group), HF, HF)
+        yield product(_by(tile), (tile.rows, 6406, 512), q4(group), BF, BF, "nr", "swiglu")
+        yield product(_by(tile), (tile.rows, 6403, 512), q4(group), HF, HF)
+    for k, tile in UNEVEN:
+        yield product(_by(tile), (tile.rows, 6406, k), q4(64), BF, BF, "n")
     yield product(qmm, (17, 37, 576), q4(64), BF, BF)
     yield product(qmm, (33, 6, 96), q4(32), HF, HF, "b")
     yield product(qmm, (65, 64, 256), q4(128), BF, HF, "n", "swiglu", 0.5)

@@ -483,6 +483,11 @@ def endless(tmp_path: Path) -> Path:
     return tiny(tmp_path, eos_in=(), config={"max_position_embeddings": 100_000})
 
 
+def heed_interrupts() -> None:
+    """In a child: a test run in the background may ignore them, and hands that down."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*args: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "qrun", *map(str, args)],
@@ -490,8 +495,7 @@ def start(*args: object) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(),
-        # A test run in the background may have been told to ignore interrupts, and hands that down.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=heed_interrupts,
     )
 
 
@@ -522,7 +526,11 @@ def test_interrupt_before_the_command_line(module: str) -> None:
         "main()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, module], capture_output=True, env=environment(), timeout=60
+        [sys.executable, "-c", code, module],
+        capture_output=True,
+        env=environment(),
+        timeout=60,
+        preexec_fn=heed_interrupts,
     )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from qrun.errors import CheckpointError
 from qrun.generation import generate
 from qrun.layers import Linear, QuantizedLinear
 from qrun.loader import load
+from tests import zoo
 from tests.tiny import Stored, stored, tiny
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -51,6 +53,19 @@ def test_what_is_missing_whole_is_one_problem(tmp_path: Path, gone: str) -> None
     line = fault(tiny(tmp_path, edit=edit))
     assert f"{gone}* is missing, all of it" in line
     assert line.count(" is missing") == 1
+
+
+def test_what_is_missing_whole_has_an_end(tmp_path: Path) -> None:
+    def edit(config: dict[str, Any], tensors: dict[str, Stored]) -> None:
+        config["num_local_experts"] = 10**6
+        for name in [name for name in tensors if name.startswith("model.layers.")]:
+            del tensors[name]
+
+    began = time.perf_counter()
+    assert "model.layers.0.* is missing, all of it" in fault(
+        zoo.write(tmp_path / "m", "mixtral", bits=4, edit=edit)
+    )
+    assert time.perf_counter() - began < 5
 
 
 def test_a_layer_too_many_is_one_problem(tmp_path: Path) -> None:

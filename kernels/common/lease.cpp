@@ -49,7 +49,10 @@ Space* take(size_t bytes) {
   Space* best = nullptr;
   for (Space* space : s.all)
     if (!space->taken && (!best || better(*space, *best, bytes))) best = space;
-  if (!best) s.all.push_back(best = new Space);
+  if (!best) {
+    s.all.reserve(s.all.size() + 1);
+    s.all.push_back(best = new Space);
+  }
   best->taken = true;
   return best;
 }

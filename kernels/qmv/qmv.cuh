@@ -298,8 +298,8 @@ struct Qmv {
     return sum * Subnormal<T>::UNDO;
   }
 
-  // A tile is multiplied. count: of tiles before it, below 2 * WARPS: that warp and as many behind it as it takes
-  // write y. normed: the norm's r is still to come.
+  // A tile is multiplied. count: of tiles before it, modulo 2 * WARPS: warp count % WARPS and as many behind it as it
+  // takes write y. normed: the norm's r is still to come.
   template <typename E>
   __device__ __forceinline__ void finish(float (&sums)[PASSES][4], int tile, int count, bool normed,
                                          float eps, const E& epilogue) const {

@@ -1,6 +1,6 @@
 // The first thing that a block of qmv.cuh does: x comes into shared memory, normed, rounded to T, as operand b,
 // and the sums of its groups beside it. The k of one word of w, 8 elements of a row of x, are a unit: one load
-// of 16 bytes by one lane, eight of which are under way at once. Teams share the units of a warp's takes.
+// of 16 bytes by one lane, up to eight of which are under way at once. Teams share the units of a warp's takes.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -9,7 +9,7 @@
 
 namespace qrun {
 
-// Q: Qmv of one tile; its own warp waits for nobody but, with several teams, the block at the end.
+// Q: Qmv of one tile. A warp waits for no other, but with several teams at the end, and in fp16 for the squares.
 template <typename Q, typename T, int M, int TAKE, int WARPS, int ROUNDS, int TEAMS>
 struct QmvX {
   static constexpr int EACH = 4 * Q::WORDS * TAKE;                        // units of a take and row

@@ -31,9 +31,9 @@ static void head(const Rope& a, const void* in, void* out, Type out_type, const 
     for (; i + 16 <= half; i += 16) {
       f32x16 c, s;
       unzip(load(cs + 2 * i), load(cs + 2 * i + 16), c, s);
-      const f32x16 a = load(x + i), b = load(x + i + half);
-      store(y + i, a * c - b * s);
-      store(y + i + half, b * c + a * s);
+      const f32x16 first = load(x + i), second = load(x + i + half);
+      store(y + i, first * c - second * s);
+      store(y + i + half, second * c + first * s);
     }
     for (; i < half; i++) {
       const float c = cs[2 * i], s = cs[2 * i + 1];

@@ -61,7 +61,7 @@ static int row_tiles(const Sdpa& a) {
   return (a.heads / a.kv_heads * a.length + a.tile - 1) / a.tile;
 }
 
-// The keys that an item reads: bytes of k_cache, and of v_cache.
+// The keys that an item may read: bytes of k_cache, and of v_cache.
 struct Range {
   size_t begin, bytes;
 };
@@ -298,7 +298,9 @@ void sdpa_turn(const Sdpa& a, int item0, int item1) {
     float* turned = a.turned + (size_t)item * D * 16;
     const size_t row = D * size_of(a.cache_type);
     const Range all{(size_t)head * a.capacity * row, keys * row};
-    const Ahead ahead(a.k_cache, all, all);
+    const Range next{(item1 - 1) / groups > head ? all.begin + a.capacity * row : all.begin,
+                     all.bytes};
+    const Ahead ahead(a.k_cache, all, next);
     if (a.cache_type == Type::f32)
       turn<Type::f32>(k, ahead, D, j, n, turned);
     else if (a.cache_type == Type::f16)

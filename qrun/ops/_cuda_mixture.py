@@ -15,7 +15,7 @@ from qrun.ops._cuda_launch import (
     matrix,
     pointer,
 )
-from qrun.ops._cuda_tiles import SMS, WGMMA_TILES, WgmmaTile, qmv_tile
+from qrun.ops._cuda_tiles import LONGEST, SMS, WGMMA_TILES, WgmmaTile, qmv_tile
 from qrun.ops.matrix import QuantizedMatrix
 
 FEW = 64  # pairs of a token and an expert that go one by one
@@ -81,7 +81,7 @@ def gather_qmm(
     grouped: bool,
 ) -> mx.array:
     """Few pairs: a block has one of them. Many: tiles of pairs in the order of experts."""
-    if product.tensor_cores(x, m) and expert.size <= FEW:
+    if product.tensor_cores(x, m) and expert.size <= FEW and m.k <= LONGEST:
         return _few(x, m, row, expert, count, activation)
     alike = x.dtype == m.scale_dtype and product.generation() == 9
     if product.tensor_cores(x, m) and alike and grouped:

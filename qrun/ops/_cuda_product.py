@@ -23,6 +23,7 @@ from qrun.ops._cuda_launch import (
 from qrun.ops._cuda_qmm import by_tile
 from qrun.ops._cuda_rows import rms_norm
 from qrun.ops._cuda_tiles import (
+    LONGEST,
     SMS,
     MmaTile,
     QmvTile,
@@ -56,7 +57,7 @@ def qmv(
     activation: str | None,
     scale: float,
 ) -> mx.array:
-    if not tensor_cores(x, m):
+    if not tensor_cores(x, m) or m.k > LONGEST:
         return _plain(x, m, norm, bias, residual, activation, scale)
     tile = qmv_tile(x.shape[0], m.n, m.k, m.spec.group_size, m.scale_dtype.size)
     if tile.rows < x.shape[0] and alone():  # x does not fit: w would be read twice

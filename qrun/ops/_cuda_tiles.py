@@ -12,6 +12,7 @@ from qrun.ops._cuda_launch import ceil_div
 
 SMS = 132  # of an H100 or H200; elsewhere the grid only fits less well
 STEP = 128  # codes of a row of w that a warp of qmv.cuh takes at a time
+LONGEST = 1 << 16  # K of qmv.cuh: one row of x has to fit into shared memory
 SHARED = 227 * 1024  # bytes of shared memory that the blocks of an SM share (sm_90)
 
 
