@@ -31,7 +31,11 @@ def cli(debug: bool) -> None:
     """Run 4-bit language models at the speed of this machine's memory."""
 
 
-@cli.command(short_help="Answer a prompt.", epilog=EXIT_CODES)
+@cli.command(
+    short_help="Answer a prompt.",
+    epilog=EXIT_CODES,
+    context_settings={"allow_extra_args": True},  # a prompt without its -p: told so below
+)
 @click.argument("model", envvar="QRUN_MODEL", type=click.Path())
 @click.option("-p", "--prompt", help="The prompt; - reads it from standard input.")
 @click.option(
@@ -147,6 +151,12 @@ def generate(
 
     Without -p and --prompt-file the prompt is read from standard input, if that is no terminal.
     """
+    alone = click.get_current_context().args
+    if alone:
+        raise UsageError(
+            f"what is {alone[0][:60]!r}? Only MODEL goes without an option",
+            hint="a prompt is given with -p: qrun generate MODEL -p PROMPT",
+        )
     if as_json and stream_json:
         raise UsageError("--json and --stream-json exclude each other")
     text = reading.read_prompt(prompt, prompt_file)
@@ -201,7 +211,7 @@ def generate(
 
 
 @cli.command(short_help="Turn a GGUF or float safetensors into a 4-bit folder.", epilog=EXIT_CODES)
-@click.argument("src", type=click.Path(exists=True, path_type=Path))
+@click.argument("src", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
 @click.option("--bits", type=int, metavar="N", help="Bits a weight. Default: the source's, or 4.")
 @click.option(

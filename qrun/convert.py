@@ -17,7 +17,7 @@ import numpy as np
 
 from qrun.config import AGAIN
 from qrun.encoding import DTYPES, Job, Wishes, plan, quantization_entries, stored_bits
-from qrun.errors import CheckpointError, QrunError, UsageError
+from qrun.errors import CheckpointError, ModelNotFoundError, QrunError
 from qrun.gguf import is_gguf
 from qrun.gguf_blocks import AFFINE_BITS
 from qrun.gguf_models import read_gguf
@@ -75,7 +75,7 @@ def convert(
     src, dst = Path(src), Path(os.path.realpath(dst))
     wishes = Wishes(bits, group_size, mode, dtype, recipe)
     if not src.exists():
-        raise UsageError(f"{src}: no such file or folder")
+        raise ModelNotFoundError(f"{src}: no such file or folder")
     clear_leftovers(dst)
     check_target(src, dst, force)
     gguf = is_gguf(src)

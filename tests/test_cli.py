@@ -326,6 +326,8 @@ def test_a_template_without_an_end_is_a_bad_checkpoint(cli: Run, tmp_path: Path)
         (("generate", "{model}", "-p", "x", "--stop", ""), 2, "must not be empty"),
         (("generate", "{model}", "-p", "", "--raw"), 2, "the prompt is empty"),
         (("generate", "./nowhere", "-p", "x"), 3, "./nowhere: no such folder"),
+        (("convert", "./nowhere", "./x"), 3, "nowhere: no such file or folder"),
+        (("generate", "./nowhere", "Why?"), 2, "what is 'Why?'? Only MODEL goes without an option"),
         (("generate", "./nowhere", "-p", "x", "-t", "-1"), 2, "temperature must be 0, or lie in"),
         (("generate", "a b", "-p", "x"), 3, "no such folder"),
         (("generate", "a" * 300, "-p", "x"), 3, "aaa: file name too long"),

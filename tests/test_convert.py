@@ -21,7 +21,7 @@ import pytest
 import qrun.convert
 import qrun.safetensors_writer
 from qrun.convert import convert
-from qrun.errors import CheckpointError, QrunError, UsageError
+from qrun.errors import CheckpointError, ModelNotFoundError, QrunError, UsageError
 from qrun.gguf import open_gguf
 from qrun.gguf_config import llama3_factors
 from qrun.gguf_models import half_split_order
@@ -835,7 +835,7 @@ def test_refuses_options(
 
 
 def test_refuses_missing_source(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"none\.gguf: no such file"):
+    with pytest.raises(ModelNotFoundError, match=r"none\.gguf: no such file"):
         convert(tmp_path / "none.gguf", tmp_path / "out")
 
 
