@@ -21,6 +21,7 @@ MORE = {
     "cuda_direct",
     "cuda_launch",
     "cuda_program",
+    "cuda_tiles",
     "cpu_layer",
     "cpu_memory",
     "cpu_products",

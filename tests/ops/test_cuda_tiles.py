@@ -1,0 +1,30 @@
+"""The choice of CUDA tiles: whatever the shape, the kernel bears the tile and the SM holds it."""
+
+from __future__ import annotations
+
+import pytest
+
+from qrun.ops import _cuda_tiles as tiles
+from qrun.ops._cuda_launch import ceil_div
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("scale_bytes", [2, 4])
+def test_qmv_tiles_are_what_the_kernel_bears(group: int, scale_bytes: int) -> None:
+    lengths = [*range(group, 20 * group, group), 1024, 2048, 2560, 4096, 8192, 9728, 14336, 28672]
+    for k in (*lengths, tiles.LONGEST - group, tiles.LONGEST):
+        for n in (1, 16, 576, 2112, 2113, 3072, 4096, 6144, 8449, 28672, 151936):
+            for rows in range(1, 17):
+                tile = tiles.qmv_tile(rows, n, k, group, scale_bytes)
+                steps = ceil_div(k, tiles.STEP)
+                assert 1 <= tile.rows <= min(rows, 8)
+                assert 1 <= tile.warps <= ceil_div(steps, tile.take)
+                assert tile.threads <= 1024
+                assert tile.threads * tile.blocks <= 2048
+                assert tile.blocks * (tile.shared(k, group) + 1024) <= tiles.SHARED
+                if tile.take > 1:  # wide loads of factors, and no end of K within a take
+                    assert k % (tiles.STEP * tile.take) == 0
+                if tile.turned:
+                    assert k % tiles.STEP == 0
+                if tile.ahead:
+                    assert ceil_div(steps, tile.take) == tile.warps * tile.rounds(k)
