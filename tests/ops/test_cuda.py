@@ -30,6 +30,7 @@ CASES = [*check.products(), *check.rows(), *check.ropes(), *check.sdpas(), *chec
 
 @pytest.mark.parametrize("run", [run for _, run in CASES], ids=[label for label, _ in CASES])
 def test_op(run: object) -> None:
+    mx.set_default_device(mx.gpu)  # conftest means the CPU
     for got, ref in run():  # type: ignore[operator]
         assert got.shape == ref.shape
         error = abs(check.f64(got) - ref).max() / max(float(abs(ref).max()), 1e-30)
