@@ -275,6 +275,17 @@ def odd_cases() -> list[str]:
                     lambda x=x, m=m, tile=tile: _cuda_qmm.by_tile(x, m, tile, None, **NONE),
                     f"{rows}, {n}, {k}, {group}",
                 )
+    # A block has several tiles.
+    x, m, tile = (
+        mx.zeros((150, 1024), bf16),
+        matrix(5895, 1024, 64),
+        _cuda_tiles.WgmmaTile(64, 2, 6, 1, 3),
+    )
+    add(
+        f"qmm 5895x1024 group 64 M 150 {tile}",
+        lambda x=x, m=m, tile=tile: _cuda_qmm.by_tile(x, m, tile, None, **NONE),
+        "150, 5895, 1024, 64",
+    )
     # What the choice of tiles takes only where a team has several tiles.
     for group, tile in (
         (64, _cuda_tiles.QmvTile(1, take=2, warps=1, teams=1, blocks=1, ahead=True)),

@@ -16,8 +16,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from qrun.ops import _cuda, _cuda_product
-from qrun.ops._cuda_tiles import QmvTile
+from qrun.ops import _cuda, _cuda_product, _cuda_qmm
+from qrun.ops._cuda_tiles import SMS, WGMMA_TILES, QmvTile, WgmmaTile
 from qrun.ops._launch import Arrays
 from qrun.ops.argmax import argmax_ref
 from qrun.ops.combine import combine_ref
@@ -123,14 +123,16 @@ def product(
     return what.replace("mlx.core.", ""), run
 
 
-def _by(tile: QmvTile) -> Any:
-    """qmv by this tile, which its name tells."""
+def _by(tile: QmvTile | WgmmaTile) -> Any:
+    """The product by this tile, which its name tells."""
 
-    def qmv(x: mx.array, m: QuantizedMatrix, **behind: Any) -> mx.array:
+    def by_tile(x: mx.array, m: QuantizedMatrix, **behind: Any) -> mx.array:
+        if isinstance(tile, WgmmaTile):
+            return _cuda_qmm.by_tile(x, m, tile, **behind)
         return _cuda_product._qmv(x, m, tile, **behind)  # pyright: ignore[reportPrivateUsage]
 
-    qmv.__name__ = f"qmv by {tuple(tile)}"
-    return qmv
+    by_tile.__name__ = f"{'qmm' if isinstance(tile, WgmmaTile) else 'qmv'} by {tuple(tile)}"
+    return by_tile
 
 
 def products() -> Iterator[Case]:
@@ -160,6 +162,8 @@ def products() -> Iterator[Case]:
         yield product(_by(tile), (tile.rows, 6403, 512), q4(group), HF, HF)
     for k, tile in UNEVEN:
         yield product(_by(tile), (tile.rows, 6406, k), q4(64), BF, BF, "n")
+    if _cuda_product.generation() == 9:
+        yield from wgmma_products()
     yield product(qmm, (17, 37, 576), q4(64), BF, BF)
     yield product(qmm, (33, 6, 96), q4(32), HF, HF, "b")
     yield product(qmm, (65, 64, 256), q4(128), BF, HF, "n", "swiglu", 0.5)
@@ -168,6 +172,22 @@ def products() -> Iterator[Case]:
     yield product(qmm, (129, 130, 288), q4(32), HF, BF, "nbr", "geglu")
     yield product(qmm, (1000, 1001, 1024), q4(64), BF, BF)
     yield product(qmm, (300, 64, 4864), q4(64), HF, HF)
+
+
+def wgmma_products() -> Iterator[Case]:
+    """Every tile, where a block has two of them or three, and shared by clusters."""
+    q4 = Quantization(4, 64)
+    for tile in WGMMA_TILES:
+        along = tile.blocks * SMS * 5 // (2 * 3)  # with three along m: 2.5 tiles a block
+        m, n = tile.bm * 3 - 5, tile.bn * along
+        yield product(_by(tile), (m, n - 2, 1088), q4, BF, BF, "br")
+        yield product(_by(tile), (m, n - 10, 1024), q4, HF, HF, "n", "swiglu")
+        for splits in (2, 3, 8):
+            clusters = _by(tile._replace(splits=splits))
+            yield product(clusters, (tile.bm + 3, tile.bn + 5, 2112), q4, BF, BF, "r")
+    odd = WgmmaTile(64, 2, 6, 1, 3)
+    yield product(_by(odd), (150, 128 * 90 + 7, 1024), q4, BF, BF, "br")
+    yield product(_by(odd), (150, 128 * 90, 640), q4, BF, BF)  # fewer runs than stages
 
 
 def rows() -> Iterator[Case]:

@@ -49,6 +49,17 @@ __device__ __forceinline__ void load_stream(unsigned (&v)[2], const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(p));
 }
 
+// One store, and no branch around it.
+__device__ __forceinline__ void store_if(bool wanted, void* p, unsigned v) {
+  asm volatile("{ .reg .pred q; setp.ne.b32 q, %0, 0; @q st.global.u32 [%1], %2; }" ::"r"(int(wanted)), "l"(p), "r"(v)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_if(bool wanted, void* p, unsigned short v) {
+  asm volatile("{ .reg .pred q; setp.ne.b32 q, %0, 0; @q st.global.u16 [%1], %2; }" ::"r"(int(wanted)), "l"(p), "h"(v)
+               : "memory");
+}
+
 // The line of memory there is wanted soon: into L2.
 __device__ __forceinline__ void prefetch(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
@@ -169,11 +180,11 @@ __device__ __forceinline__ void cluster_wait() {
 }
 
 // From this address of shared memory in the block of that rank in the cluster.
-__device__ __forceinline__ float cluster_load(const float* shared, int rank) {
-  float v;
+__device__ __forceinline__ float4 cluster_load(const float4* shared, int rank) {
+  float4 v;
   asm volatile(
-      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.f32 %0, [at]; }"
-      : "=f"(v)
+      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at]; }"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
       : "r"(shared_address(shared)), "r"(rank));
   return v;
 }

@@ -8,14 +8,16 @@
 //
 //   x   comes through a ring of STAGES runs in shared memory, in two bulk copies a run: operand b, the
 //       order of its bytes is qmm_arrange's
-//   w   comes from memory to registers AHEAD runs ahead: lane 4g+t of a warp holds k 32t .. 32t+31 of rows g and
-//       g+8 in 16 bytes each, all of one group, whose scale and bias it has too
+//   w   comes from memory to registers AHEAD runs ahead: lane 4g+t of a warp holds k 32t .. 32t+31 of its rows 2g
+//       and 2g+1 in 16 bytes each, all of one group, whose scale and bias it has too
 //
 // A word of w, codes n0 .. n7, is one lane's share of two wgmma: (n0, n4), (n2, n6) and (n1, n5), (n3, n7).
 //
-// gather_qmm: a row of x goes with one of E matrices, and equal ones follow each other. Of a tile of BM
-// rows a block computes all and writes those of its own matrix: block i < tiles takes the matrix of the
-// tile's first row, block tiles + e takes matrix e, if its first row is not a tile's first.
+// A block has every so many'th tile. While the sums of one leave, the first runs of the next are on their way.
+//
+// gather_qmm: a row of x goes with one of `experts` matrices, and equal ones follow each other. Of a tile of BM
+// rows a block computes all and writes those of its own matrix: of the tiles along m, those there are take the
+// matrix of their first row, and `experts` more take one matrix each, if its first row is not a tile's first.
 //
 // Where the tiles are fewer than the SMs, the SPLITS blocks of a cluster share the runs of a tile. Each leaves
 // its sums in its shared memory and adds up its share of the tile over all of them, in their order.
@@ -67,17 +69,21 @@ template <typename T, int GROUP, int BM, int WN, int STAGES, int SPLITS, int AHE
 struct QmmWgmma {
   static constexpr int THREADS = 128 * WN, BN = 64 * WN, RUN = 128;
   static constexpr int HALF = BM * 128, STAGE = 2 * HALF;  // bytes; a half run is 64 k
-  static constexpr int PITCH = BN + 4;                     // of the sums at the end, [BM][PITCH] float32
 
   const T* x;         // (runs, 2, PM, 64), arranged; PM a multiple of BM
   const unsigned* w;  // (N, K / 8)
   const T* scales;    // (N, K / GROUP)
   const T* biases;    // (N, K / GROUP)
   int m, n, k, pm;
-  const int* expert = nullptr;  // (M,), ascending; w is (E * N, K / 8)
-  int m0 = 0, own = 0;          // the block's first row of x, and its matrix
+  const int* expert = nullptr;  // (M,), ascending; w is (experts * N, K / 8)
+  int experts = 0;
 
-  // A lane's share of a run: rows g and g+8.
+  // A tile: its first row of x and of w, and its matrix.
+  struct Tile {
+    int m0, n0, expert;
+  };
+
+  // A lane's share of a run: rows 2g and 2g+1 of its warp's 16.
   struct Piece {
     unsigned w[2][4];
     T scale[2], bias[2];
@@ -93,32 +99,33 @@ struct QmmWgmma {
     full = reinterpret_cast<unsigned long long*>(ring + STAGES * STAGE);
     empty = full + STAGES;
   }
-  // m goes first: the blocks that run together read few rows of w, and x stays in L2.
-  __device__ __forceinline__ int first_m() const { return m0; }
-  __device__ __forceinline__ int first_n() const { return blockIdx.y * BN; }
+  // Of a tile's rows of w, the first of the lane's two.
+  __device__ __forceinline__ int own_row() const { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 * 2; }
   __device__ __forceinline__ int runs() const { return (k + RUN - 1) / RUN; }
   // Of this split: every split has one at least.
   __device__ __forceinline__ int split() const { return blockIdx.x % SPLITS; }
   __device__ __forceinline__ int first_run() const { return runs() * split() / SPLITS; }
   __device__ __forceinline__ int own_runs() const { return runs() * (split() + 1) / SPLITS - first_run(); }
+  // A block's tiles are every blocks()-th. Those that follow each other read the same rows of w, and x stays in L2.
+  __device__ __forceinline__ int blocks() const { return gridDim.x / SPLITS; }
+  __device__ __forceinline__ int across() const { return (m + BM - 1) / BM + experts; }
 
-  // By one thread. Runs are counted from the split's first.
-  __device__ __forceinline__ void fetch(int own) const {
-    const int stage = own % STAGES, run = first_run() + own;
+  // By one thread. m0: the first row of x.
+  __device__ __forceinline__ void fetch(int stage, int run, int m0) const {
     barrier_expect(full + stage, STAGE);
 #pragma unroll
     for (int h = 0; h < 2; h++)
-      copy_bulk(ring + stage * STAGE + h * HALF, x + ((run * 2 + h) * static_cast<long long>(pm) + first_m()) * 64,
-                HALF, full + stage);
+      copy_bulk(ring + stage * STAGE + h * HALF,
+                x + (((first_run() + run) * 2 + h) * static_cast<long long>(pm) + m0) * 64, HALF, full + stage);
   }
 
   // Rows and k behind the end repeat what lies before: the rows are not written, x is zero there.
-  __device__ __forceinline__ Piece load_piece(int own) const {
-    const int lane = threadIdx.x % 32, at = min((first_run() + own) * RUN + lane % 4 * 32, k - 32);
+  __device__ __forceinline__ Piece load_piece(int n0, int run) const {
+    const int lane = threadIdx.x % 32, at = min((first_run() + run) * RUN + lane % 4 * 32, k - 32);
     Piece p;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const unsigned row = min(first_n() + int(threadIdx.x) / 32 * 16 + lane / 4 + 8 * i, n - 1);
+      const unsigned row = min(n0 + own_row() + i, n - 1);
       load_stream(p.w[i], w + (row * (unsigned(k) / 8) + at / 8));
       const unsigned group = row * (unsigned(k) / GROUP) + at / GROUP;
       p.scale[i] = scales[group], p.bias[i] = biases[group];
@@ -138,19 +145,21 @@ struct QmmWgmma {
     return from;
   }
 
-  // Whether there is work for this block.
-  __device__ __forceinline__ bool choose() {
-    const int tiles = (m + BM - 1) / BM, block = blockIdx.x / SPLITS;
-    m0 = block * BM;
+  // Whether there is such a tile. Of several matrices a block has one tile.
+  __device__ __forceinline__ bool choose(Tile& tile, int index) {
+    const int across = this->across(), block = index % across;
+    tile = {block * BM, index / across * BN, 0};
+    if (tile.n0 >= n) return false;
     if (!expert) return true;
-    if (block >= tiles) {
-      const int row = lower_bound(block - tiles);
-      if (row == m || expert[row] != block - tiles || row % BM == 0) return false;
-      m0 = row / BM * BM, own = block - tiles;
+    const int e = block - (across - experts);
+    if (e >= 0) {
+      const int row = lower_bound(e);
+      if (row == m || expert[row] != e || row % BM == 0) return false;
+      tile.m0 = row / BM * BM, tile.expert = e;
     } else {
-      own = expert[m0];
+      tile.expert = expert[tile.m0];
     }
-    const long long first = static_cast<long long>(own) * n;
+    const long long first = static_cast<long long>(tile.expert) * n;
     w += first * (k / 8), scales += first * (k / GROUP), biases += first * (k / GROUP);
     return true;
   }
@@ -159,91 +168,123 @@ struct QmmWgmma {
   __device__ __forceinline__ void run(const E& epilogue) {
     start_next_kernel();
     if (expert) wait_for_previous_kernel();
-    if (!choose()) return;
+    Tile tile;
+    int index = blockIdx.x / SPLITS;
+    if (!choose(tile, index)) return;
     place();
     const int all = own_runs();
     Piece held[AHEAD];
 #pragma unroll
-    for (int a = 0; a < AHEAD; a++) held[a] = load_piece(min(a, all - 1));
+    for (int a = 0; a < AHEAD; a++) held[a] = load_piece(tile.n0, min(a, all - 1));
     if (threadIdx.x == 0)
       for (int s = 0; s < STAGES; s++) barrier_init(full + s, 1), barrier_init(empty + s, THREADS / 32);
     __syncthreads();
     wait_for_previous_kernel();
     if (threadIdx.x == 0)
-      for (int s = 0; s < min(STAGES, all); s++) fetch(s);
-    const unsigned long long rows = wgmma_rows(ring);
+      for (int s = 0; s < min(STAGES, all); s++) fetch(s, s, tile.m0);
+    // The stage of the run, the phase of its barriers, its rows of x; the stage of the run before.
+    int at = 0, phase = 0, last = 0, last_phase = 0;
+    unsigned long long rows = wgmma_rows(ring);
     float acc[BM / 8][4];
+    for (bool first = true;; first = false) {
+      Tile next;
+      index += blocks();
+      const bool more = SPLITS == 1 && choose(next, index);
 #pragma unroll 1
-    for (int round = 0; round < all; round += AHEAD) {
+      for (int round = 0; round < all; round += AHEAD) {
 #pragma unroll
-      for (int a = 0; a < AHEAD; a++) {
-        const int r = round + a;
-        if (r >= all) break;
-        const Piece now = held[a];
-        if (r + AHEAD < all) held[a] = load_piece(r + AHEAD);
-        Decode<T> row[2];
-        row[0].set(now.scale[0], now.bias[0]);
-        row[1].set(now.scale[1], now.bias[1]);
-        const unsigned long long stage = rows + r % STAGES * (STAGE / 16);
-        barrier_wait(full + r % STAGES, r / STAGES % 2);
+        for (int a = 0; a < AHEAD; a++) {
+          const int r = round + a, later = r - 1 + STAGES;
+          if (r >= all) break;
+          const Piece now = held[a];
+          if (r + AHEAD < all) held[a] = load_piece(tile.n0, r + AHEAD);
+          Decode<T> row[2];
+          row[0].set(now.scale[0], now.bias[0]);
+          row[1].set(now.scale[1], now.bias[1]);
+          barrier_wait(full + at, phase);
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const unsigned lo = now.w[0][j], hi = now.w[1][j];
-          const unsigned even[4] = {row[0].low(lo), row[1].low(hi), row[0].low(lo >> 8), row[1].low(hi >> 8)};
-          const unsigned odd[4] = {row[0].high(lo), row[1].high(hi), row[0].high(lo >> 8), row[1].high(hi >> 8)};
-          wgmma_fence();
-          wgmma(acc, even, stage + (j / 2 * HALF + j % 2 * 64) / 16, r + j > 0, T());
-          wgmma(acc, odd, stage + (j / 2 * HALF + j % 2 * 64 + 32) / 16, 1, T());
-          wgmma_commit();
-          wgmma_wait_but<1>();  // the operands before these may be overwritten
-          if (j == 0 && r > 0 && threadIdx.x % 32 == 0) barrier_arrive(empty + (r - 1) % STAGES);
-          // The stage before goes to a run to come, by a thread of each warpgroup in turn.
-          if (j == 2 && r > 0 && r - 1 + STAGES < all && threadIdx.x == r % WN * 128) {
-            barrier_wait(empty + (r - 1) % STAGES, (r - 1) / STAGES % 2);
-            fetch(r - 1 + STAGES);
+          for (int j = 0; j < 4; j++) {
+            const unsigned lo = now.w[0][j], hi = now.w[1][j];
+            const unsigned even[4] = {row[0].low(lo), row[1].low(hi), row[0].low(lo >> 8), row[1].low(hi >> 8)};
+            const unsigned odd[4] = {row[0].high(lo), row[1].high(hi), row[0].high(lo >> 8), row[1].high(hi >> 8)};
+            wgmma_fence();
+            wgmma(acc, even, rows + (j / 2 * HALF + j % 2 * 64) / 16, r + j > 0, T());
+            wgmma(acc, odd, rows + (j / 2 * HALF + j % 2 * 64 + 32) / 16, 1, T());
+            wgmma_commit();
+            wgmma_wait_but<1>();  // the operands before these may be overwritten
+            if (j == 0 && r > 0 && threadIdx.x % 32 == 0) barrier_arrive(empty + last);
+            // The stage before goes to a run to come, of the next tile perhaps, by a thread of each warpgroup in turn.
+            if (j == 2 && (r > 0 || !first) && (later < all || more) && threadIdx.x == r % WN * 128) {
+              barrier_wait(empty + last, last_phase);
+              fetch(last, later < all ? later : later - all, later < all ? tile.m0 : next.m0);
+            }
+            __syncwarp();  // wgmma wants all lanes at once
           }
-          __syncwarp();  // wgmma wants all lanes at once
+          last = at, last_phase = phase, at++, rows += STAGE / 16;
+          if (at == STAGES) at = 0, phase ^= 1, rows -= STAGES * (STAGE / 16);
         }
       }
+      wgmma_wait(acc);
+      if (more) {  // the first runs of the next tile are on their way while the sums leave
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty + last);
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) held[a] = load_piece(next.n0, min(a, all - 1));
+      }
+      if (n % 2 == 0)
+        finish<true>(tile, acc, epilogue);
+      else
+        finish<false>(tile, acc, epilogue);
+      if (!more) return;
+      tile = next;
     }
-    wgmma_wait(acc);
-    __syncthreads();  // the stages' place takes the sums
-    finish(reinterpret_cast<float*>(ring), acc, epilogue);
   }
 
-  // The sums through shared memory, so that the result is written along its rows.
-  template <typename E>
-  __device__ __forceinline__ void finish(float* shared, const float (&acc)[BM / 8][4],
-                                         const E& epilogue) const {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float* mine = shared + threadIdx.x / 32 * 16 + g;
+  // The sums, over the splits if there are some, to y. A lane has two rows of w and two of each eight of x; eight
+  // lanes write 32 bytes next to each other, all that L2 wants at a time.
+  // EVEN: N is.
+  template <bool EVEN, typename E>
+  __device__ __forceinline__ void finish(const Tile& tile, const float (&acc)[BM / 8][4], const E& epilogue) const {
+    float4* shared = reinterpret_cast<float4*>(ring) + threadIdx.x;
+    if (SPLITS > 1) {
+      __syncthreads();  // the stages are not needed any more
 #pragma unroll
-    for (int j = 0; j < BM / 8; j++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) mine[(j * 8 + 2 * t + e % 2) * PITCH + e / 2 * 8] = acc[j][e];
-    if (SPLITS > 1)
+      for (int j = 0; j < BM / 8; j++) shared[j * THREADS] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
       cluster_arrive(), cluster_wait();
-    else
-      __syncthreads();
-    constexpr int COLUMNS = BN / E::ROWS;
-#pragma unroll 4
-    for (int i = split() * THREADS + threadIdx.x; i < BM * COLUMNS; i += SPLITS * THREADS) {
-      const int row = i / COLUMNS, column = i % COLUMNS, at = first_n() / E::ROWS + column;
-      if (first_m() + row >= m || at >= epilogue.columns()) continue;
-      if (expert && expert[first_m() + row] != own) continue;
-      const float* v = shared + row * PITCH + column * E::ROWS;
-      epilogue.write(first_m() + row, at, sum(v), E::ROWS == 2 ? sum(v + E::ROWS - 1) : 0.0f);
     }
-    if (SPLITS > 1) cluster_arrive(), cluster_wait();  // nobody reads from a block that is gone
-  }
-
-  // Over the splits, in their order, of what lies in that place of each one's shared memory.
-  __device__ __forceinline__ float sum(const float* v) const {
-    if (SPLITS == 1) return *v;
-    float total = 0;
+    const int at = tile.n0 + own_row(), first = tile.m0 + threadIdx.x % 4 * 2, left = at < n ? m - first : 0;
+    const auto wanted = [&](int i) { return i < left && (!expert || expert[first + i] == tile.expert); };
+    const auto two = epilogue.template two<EVEN>(first, at);
+    const auto write = [&](int i, const float (&sum)[4], unsigned behind, unsigned next) {
+      two.write(i, sum[0], sum[2], behind, wanted(i));
+      two.write(i + 1, sum[1], sum[3], next, wanted(i + 1));
+    };
+    const auto behind = [&](int i) { return epilogue.residual && wanted(i) ? two.behind(i) : 0; };
+    if constexpr (SPLITS > 1) {
+#pragma unroll 4
+      for (int j = split(); j < BM / 8; j += SPLITS) {
+        float sum[4] = {};
 #pragma unroll
-    for (int s = 0; s < SPLITS; s++) total += cluster_load(v, s);
-    return total;
+        for (int s = 0; s < SPLITS; s++) {
+          const float4 v = cluster_load(shared + j * THREADS, s);
+          sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+        }
+        write(j * 8, sum, behind(j * 8), behind(j * 8 + 1));
+      }
+      cluster_arrive(), cluster_wait();  // nobody reads from a block that is gone
+    } else {
+      // The residual comes ahead, as much at a time as there are registers for.
+      constexpr int PART = THREADS > 256 && BM > 64 ? 8 : BM / 8;
+#pragma unroll
+      for (int part = 0; part < BM / 8; part += PART) {
+        unsigned residual[PART][2];
+#pragma unroll
+        for (int j = 0; j < PART; j++)
+#pragma unroll
+          for (int e = 0; e < 2; e++) residual[j][e] = behind((part + j) * 8 + e);
+#pragma unroll
+        for (int j = 0; j < PART; j++) write((part + j) * 8, acc[part + j], residual[j][0], residual[j][1]);
+      }
+    }
   }
 };
 

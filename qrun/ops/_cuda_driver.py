@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qrun.ops._cuda_launch import Kernel, Plan
 
 COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+MULTIPROCESSORS = 16
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 # Bytes that the blocks of an SM share on Hopper, 1 KB of each being the system's; and the least
 # share of them that is asked for, 100 KB: what streams through L1 wants the rest.
@@ -100,12 +101,22 @@ def enter() -> None:
 @cache
 def compute_capability() -> tuple[int, int]:
     """For instance (9, 0)."""
+    major, minor = (_attribute(which) for which in COMPUTE_CAPABILITY)
+    return major, minor
+
+
+@cache
+def multiprocessors() -> int:
+    """How many SMs the device has."""
+    return _attribute(MULTIPROCESSORS)
+
+
+def _attribute(which: int) -> int:
     context()
-    device, values = c_int(), (c_int(), c_int())
+    device, value = c_int(), c_int()
     call("cuDeviceGet", byref(device), 0)
-    for value, which in zip(values, COMPUTE_CAPABILITY, strict=True):
-        call("cuDeviceGetAttribute", byref(value), which, device)
-    return values[0].value, values[1].value
+    call("cuDeviceGetAttribute", byref(value), which, device)
+    return value.value
 
 
 _functions: dict[str, c_void_p] = {}  # by name

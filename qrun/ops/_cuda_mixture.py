@@ -15,7 +15,8 @@ from qrun.ops._cuda_launch import (
     matrix,
     pointer,
 )
-from qrun.ops._cuda_tiles import LONGEST, SMS, WGMMA_TILES, WgmmaTile, qmv_tile
+from qrun.ops._cuda_qmm import arrange_grid
+from qrun.ops._cuda_tiles import LONGEST, WGMMA_TILES, WgmmaTile, multiprocessors, qmv_tile
 from qrun.ops.matrix import QuantizedMatrix
 
 FEW = 64  # pairs of a token and an expert that go one by one
@@ -118,7 +119,7 @@ def _few_recipe(
     epilogue, constants = epilogue_of(None, None, activation, 1.0, f"w_shape[0] / {count}")
     constants |= {"T": x.dtype, "S": scales.dtype, "GROUP": group}
     constants |= {**tile.arguments, "ROUNDS": tile.rounds(k)}
-    blocks = max(1, ceil_div(tile.blocks * SMS, pairs))
+    blocks = max(1, ceil_div(tile.blocks * multiprocessors(), pairs))
     return Recipe(
         "qmv/qmv.cuh",
         "qrun::Qmv<T, S, GROUP, 1, TAKE, WARPS, ROUNDS, TEAMS, AHEAD, TURNED>{x, w, scales, "
@@ -154,8 +155,7 @@ def _arrange_recipe(tile: WgmmaTile, pairs: int, *, x: mx.array, row: mx.array |
         f"0.0f, out, x_shape[1], {pm});",
         {"out": ((runs, 2, pm, 64), x.dtype)},
         {},
-        (pairs, 1, 1),
-        Shape(min(512, ceil_div(runs * 16, 32) * 32)),
+        *arrange_grid(pairs, runs),
     )
 
 
@@ -177,10 +177,10 @@ def _many_recipe(
     return Recipe(
         "qmm/qmm_wgmma.cuh",
         "qrun::QmmWgmma<T, GROUP, BM, WN, STAGES, 1, AHEAD>{arranged, w, scales, biases, "
-        f"expert_shape[0], w_shape[0] / {count}, w_shape[1] * 8, arranged_shape[2], expert}}"
-        f".run({epilogue});",
+        f"expert_shape[0], w_shape[0] / {count}, w_shape[1] * 8, arranged_shape[2], expert, "
+        f"{count}}}.run({epilogue});",
         {"y": ((pairs, n if activation is None else n // 2), arranged.dtype)},
         constants,
-        (pm // tile.bm + count, ceil_div(n, tile.bn), 1),
+        ((pm // tile.bm + count) * ceil_div(n, tile.bn), 1, 1),
         Shape(128 * tile.wn, tile.blocks, tile.shared),
     )

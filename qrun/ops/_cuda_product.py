@@ -24,11 +24,11 @@ from qrun.ops._cuda_qmm import by_tile
 from qrun.ops._cuda_rows import rms_norm
 from qrun.ops._cuda_tiles import (
     LONGEST,
-    SMS,
     MmaTile,
     QmvTile,
     WgmmaTile,
     mma_tile,
+    multiprocessors,
     qmv_tile,
     wgmma_tile,
 )
@@ -112,7 +112,7 @@ def _qmv_recipe(
         source,
         {"y": ((rows, n if activation is None else n // 2), x.dtype)},
         constants,
-        (min(ceil_div(n, 16), tile.blocks * SMS), ceil_div(rows, tile.rows), 1),
+        (min(ceil_div(n, 16), tile.blocks * multiprocessors()), ceil_div(rows, tile.rows), 1),
         Shape(tile.threads, tile.blocks, tile.shared(k, group)),
     )
 

@@ -77,9 +77,14 @@ def _arrange_recipe(bm: int, eps: float, *, x: mx.array, norm: mx.array | None) 
         f"x_shape[1], (x_shape[0] + {bm - 1}) / {bm} * {bm});",
         {"out": ((runs, 2, pm, 64), x.dtype)},
         {"G": mx.float32 if norm is None else norm.dtype},
-        (rows, 1, 1),
-        Shape(min(512, ceil_div(runs * 16, 32) * 32)),
+        *arrange_grid(rows, runs),
     )
+
+
+def arrange_grid(rows: int, runs: int) -> tuple[tuple[int, int, int], Shape]:
+    """Of qmm_arrange: a thread has 8 elements of a row."""
+    threads = min(256, ceil_div(runs * 16, 32) * 32)
+    return (rows, ceil_div(runs * 16, threads), 1), Shape(threads)
 
 
 def _qmm_mma(
@@ -161,6 +166,6 @@ def _wgmma_recipe(
         f"x_shape[0], w_shape[0], w_shape[1] * 8, arranged_shape[2]}}.run({epilogue});",
         {"y": ((rows, n if activation is None else n // 2), x.dtype)},
         constants,
-        (ceil_div(rows, tile.bm) * tile.splits, ceil_div(n, tile.bn), 1),
+        (tile.grid(rows, n, w.shape[1] * 8), 1, 1),
         Shape(128 * tile.wn, tile.blocks, tile.shared, tile.splits),
     )
