@@ -60,6 +60,13 @@ __device__ __forceinline__ void store_if(bool wanted, void* p, unsigned short v)
                : "memory");
 }
 
+// 2^v within two units of the last place; 0 below float32's normal numbers.
+__device__ __forceinline__ float exp2_approx(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
 // The line of memory there is wanted soon: into L2.
 __device__ __forceinline__ void prefetch(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));

@@ -64,6 +64,9 @@ struct SdpaPrefill {
         queries[s][i] = row[i % 2] < length ? *reinterpret_cast<const unsigned*>(p) : 0;
       }
 
+    constexpr float LOG2 = 1.4426950408889634f;
+    const bool curved = softcap != 0 || scale <= 0;  // else the scale is a factor of the exponents
+    const float unit = curved ? LOG2 : scale * LOG2;
     float values[D / 8][4] = {}, highest[2] = {nothing(), nothing()}, sum[2] = {0, 0};
     fetch(shared, begin, end);
     copy_async_commit();
@@ -75,9 +78,11 @@ struct SdpaPrefill {
       const T* k = shared + stage * 2 * TILE;
       float scores[BK / 8][4] = {};
       multiply_k(scores, queries, k);
-      mask(scores, first, position + warp * 16 + g);
+      if (curved) cap(scores);
+      const int lowest = position + warp * 16;  // of the warp's 16 queries
+      if (first + BK - 1 > lowest || (window && first + window <= lowest + 15)) mask(scores, first, lowest + g);
       unsigned p[BK / 16][4];
-      softmax(p, scores, highest, sum, values);
+      softmax(p, scores, unit, highest, sum, values);
       multiply_v(values, p, k + TILE);
       __syncthreads();  // the tile may be overwritten
     }
@@ -111,25 +116,32 @@ struct SdpaPrefill {
       }
   }
 
-  // Scales; takes out what a query may not see. place: position of row g.
+  __device__ __forceinline__ void cap(float (&scores)[BK / 8][4]) const {
+#pragma unroll
+    for (int n = 0; n < BK / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        scores[n][i] *= scale;
+        if (softcap != 0) scores[n][i] = softcap * tanhf(scores[n][i] / softcap);
+      }
+  }
+
+  // Takes out what a query may not see. place: position of row g.
   __device__ __forceinline__ void mask(float (&scores)[BK / 8][4], int first, int place) const {
     const int t = threadIdx.x % 4;
-    constexpr float LOG2 = 1.4426950408889634f;
 #pragma unroll
     for (int n = 0; n < BK / 8; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int key = first + n * 8 + 2 * t + i % 2, at = place + i / 2 * 8;
-        float v = scores[n][i] * scale;
-        if (softcap != 0) v = softcap * tanhf(v / softcap);
         const bool seen = key <= at && (!window || key > at - window);
-        scores[n][i] = seen ? v * LOG2 : nothing();
+        if (!seen) scores[n][i] = nothing();
       }
   }
 
-  // scores -> p as operand a; running maxima and sums, and the values so far brought to them.
-  __device__ __forceinline__ void softmax(unsigned (&p)[BK / 16][4], float (&scores)[BK / 8][4],
-                                          float (&highest)[2], float (&sum)[2],
+  // 2^(unit * scores) -> p as operand a; running maxima and sums, and the values so far brought to them.
+  __device__ __forceinline__ void softmax(unsigned (&p)[BK / 16][4], const float (&scores)[BK / 8][4],
+                                          float unit, float (&highest)[2], float (&sum)[2],
                                           float (&values)[D / 8][4]) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -139,14 +151,15 @@ struct SdpaPrefill {
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
       const float zero = top == nothing() ? 0.0f : top;  // a row that has seen no key yet
-      const float factor = exp2f(highest[i] - zero);
+      const float factor = exp2_approx((highest[i] - zero) * unit), below = -zero * unit;
       highest[i] = top;
       sum[i] *= factor;
 #pragma unroll
       for (int n = 0; n < D / 8; n++) values[n][2 * i] *= factor, values[n][2 * i + 1] *= factor;
 #pragma unroll
       for (int n = 0; n < BK / 8; n++) {
-        const float a = exp2f(scores[n][2 * i] - zero), b = exp2f(scores[n][2 * i + 1] - zero);
+        const float a = exp2_approx(scores[n][2 * i] * unit + below);
+        const float b = exp2_approx(scores[n][2 * i + 1] * unit + below);
         sum[i] += a + b;
         p[n / 2][n % 2 * 2 + i] = pack<T>(a, b);
       }
