@@ -26,6 +26,7 @@ from qrun.ops import (
     _cuda_product,
     _cuda_qmm,
     _cuda_rows,
+    _cuda_sdpa,
     _cuda_tiles,
 )
 from qrun.ops._cuda_launch import TYPES, Plan, ceil_div, run_by
@@ -199,7 +200,7 @@ def sdpa_cases() -> list[str]:
                 case(
                     f"sdpa decode {heads}/{kv} D {d} S {held}",
                     "split",
-                    lambda q=q, c=cache, held=held: _cuda_rows.sdpa(
+                    lambda q=q, c=cache, held=held: _cuda_sdpa.sdpa(
                         q, *c, mx.array([held - 1], mx.int32), scale=0.1, window=0, softcap=0
                     ),
                 )
@@ -223,7 +224,7 @@ def sdpa_cases() -> list[str]:
             case(
                 f"sdpa prefill {heads}/{kv} D {d} L 2048",
                 "flash",
-                lambda q=q, c=cache: _cuda_rows.sdpa(
+                lambda q=q, c=cache: _cuda_sdpa.sdpa(
                     q, *c, mx.array([0], mx.int32), scale=0.1, window=0, softcap=0
                 ),
                 2.0 * heads * d * 2048 * 2048,
@@ -350,7 +351,7 @@ def odd_cases() -> list[str]:
             q = mx.zeros((1, heads, length, d), bf16)
             add(
                 f"sdpa D {d} L {length}",
-                lambda q=q, c=cache, o=offset, h=how: _cuda_rows.sdpa(q, *c, o, **h),
+                lambda q=q, c=cache, o=offset, h=how: _cuda_sdpa.sdpa(q, *c, o, **h),
             )
     return out
 

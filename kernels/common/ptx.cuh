@@ -135,6 +135,9 @@ __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
+// What this thread wrote to shared memory can be read by wgmma, once a barrier has told the others.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Returns when at most `LEFT` of this thread's committed groups are still under way.
 template <int LEFT>
 __device__ __forceinline__ void copy_async_wait() {

@@ -26,6 +26,15 @@ __device__ __forceinline__ void wgmma_wait_but() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
+// The same; what is done passes through, so that nothing reads it earlier.
+template <int LEFT, int COUNT>
+__device__ __forceinline__ void wgmma_wait_but(float (&d)[COUNT][4]) {
+  wgmma_wait_but<LEFT>();
+#pragma unroll
+  for (int i = 0; i < COUNT; i++)
+    asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
+}
+
 // All that was committed is done. The sums pass through, so that nothing reads them earlier.
 template <int COUNT>
 __device__ __forceinline__ void wgmma_wait(float (&d)[COUNT][4]) {
@@ -53,35 +62,38 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[COUNT][4]) {
   "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define QRUN_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)
 
-// d (64, 8 * COUNT) = a (64, 16) @ b (16, 8 * COUNT) + (add ? d : 0), asynchronous. Warp i of the
+// d (64, 8 * COUNT) = a (64, 16) @ b (16, 8 * COUNT) + (add ? d : 0), asynchronous. b's rows in shared memory are
+// columns of b, or, for wgmma_along, which has 64 of them, its k. Warp i of the
 // warpgroup holds rows 16i .. of a and d, as in mma(): d[j] is its columns 8j .. 8j+7.
-#define QRUN_WGMMA(TYPE, NAME, COUNT, N, REGISTERS, OPERANDS, A0, A1, A2, A3, B, ADD)                   \
-  __device__ __forceinline__ void wgmma(float (&d)[COUNT][4], const unsigned (&a)[4],                 \
+#define QRUN_WGMMA(FUNCTION, ALONG, TYPE, NAME, COUNT, N, REGISTERS, OPERANDS, A0, A1, A2, A3, B, ADD)                   \
+  __device__ __forceinline__ void FUNCTION(float (&d)[COUNT][4], const unsigned (&a)[4],                 \
                                         unsigned long long b, int add, TYPE) {                        \
     asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; wgmma.mma_async.sync.aligned.m64n" N      \
                  "k16.f32." NAME "." NAME " {" REGISTERS "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B     \
-                 ", p, 1, 1, 0; }"                                                                    \
+                 ", p, 1, 1, " ALONG "; }"                                                                    \
                  : OPERANDS                                                                           \
                  : QRUN_A                                                                             \
                  : "memory");                                                                         \
   }
 #define QRUN_64 QRUN_D8(0)
 #define QRUN_128 QRUN_D8(0), QRUN_D8(8)
-QRUN_WGMMA(bf16, "bf16", 8, "64", QRUN_R32, QRUN_64, "%32", "%33", "%34", "%35", "%36", "%37")
-QRUN_WGMMA(f16, "f16", 8, "64", QRUN_R32, QRUN_64, "%32", "%33", "%34", "%35", "%36", "%37")
-QRUN_WGMMA(bf16, "bf16", 16, "128", QRUN_R64, QRUN_128, "%64", "%65", "%66", "%67", "%68", "%69")
-QRUN_WGMMA(f16, "f16", 16, "128", QRUN_R64, QRUN_128, "%64", "%65", "%66", "%67", "%68", "%69")
+QRUN_WGMMA(wgmma, "0", bf16, "bf16", 8, "64", QRUN_R32, QRUN_64, "%32", "%33", "%34", "%35", "%36", "%37")
+QRUN_WGMMA(wgmma, "0", f16, "f16", 8, "64", QRUN_R32, QRUN_64, "%32", "%33", "%34", "%35", "%36", "%37")
+QRUN_WGMMA(wgmma, "0", bf16, "bf16", 16, "128", QRUN_R64, QRUN_128, "%64", "%65", "%66", "%67", "%68", "%69")
+QRUN_WGMMA(wgmma, "0", f16, "f16", 16, "128", QRUN_R64, QRUN_128, "%64", "%65", "%66", "%67", "%68", "%69")
+QRUN_WGMMA(wgmma_along, "1", bf16, "bf16", 8, "64", QRUN_R32, QRUN_64, "%32", "%33", "%34", "%35", "%36", "%37")
+QRUN_WGMMA(wgmma_along, "1", f16, "f16", 8, "64", QRUN_R32, QRUN_64, "%32", "%33", "%34", "%35", "%36", "%37")
 #define QRUN_256 QRUN_128, QRUN_D8(16), QRUN_D8(24)
-QRUN_WGMMA(bf16, "bf16", 32, "256", QRUN_R128, QRUN_256, "%128", "%129", "%130", "%131", "%132", "%133")
-QRUN_WGMMA(f16, "f16", 32, "256", QRUN_R128, QRUN_256, "%128", "%129", "%130", "%131", "%132", "%133")
+QRUN_WGMMA(wgmma, "0", bf16, "bf16", 32, "256", QRUN_R128, QRUN_256, "%128", "%129", "%130", "%131", "%132", "%133")
+QRUN_WGMMA(wgmma, "0", f16, "f16", 32, "256", QRUN_R128, QRUN_256, "%128", "%129", "%130", "%131", "%132", "%133")
 #define QRUN_32 QRUN_D(0), QRUN_D(1), QRUN_D(2), QRUN_D(3)
 #define QRUN_R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-QRUN_WGMMA(bf16, "bf16", 4, "32", QRUN_R16, QRUN_32, "%16", "%17", "%18", "%19", "%20", "%21")
-QRUN_WGMMA(f16, "f16", 4, "32", QRUN_R16, QRUN_32, "%16", "%17", "%18", "%19", "%20", "%21")
+QRUN_WGMMA(wgmma, "0", bf16, "bf16", 4, "32", QRUN_R16, QRUN_32, "%16", "%17", "%18", "%19", "%20", "%21")
+QRUN_WGMMA(wgmma, "0", f16, "f16", 4, "32", QRUN_R16, QRUN_32, "%16", "%17", "%18", "%19", "%20", "%21")
 #define QRUN_16 QRUN_D(0), QRUN_D(1)
 #define QRUN_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
-QRUN_WGMMA(bf16, "bf16", 2, "16", QRUN_R8, QRUN_16, "%8", "%9", "%10", "%11", "%12", "%13")
-QRUN_WGMMA(f16, "f16", 2, "16", QRUN_R8, QRUN_16, "%8", "%9", "%10", "%11", "%12", "%13")
+QRUN_WGMMA(wgmma, "0", bf16, "bf16", 2, "16", QRUN_R8, QRUN_16, "%8", "%9", "%10", "%11", "%12", "%13")
+QRUN_WGMMA(wgmma, "0", f16, "f16", 2, "16", QRUN_R8, QRUN_16, "%8", "%9", "%10", "%11", "%12", "%13")
 #undef QRUN_16
 #undef QRUN_R8
 #undef QRUN_256

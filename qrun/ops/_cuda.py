@@ -15,10 +15,10 @@ from qrun.ops._cuda_rows import (
     rms_norm,
     rms_norm_parts,
     rope,
-    sdpa,
     softcap,
     swiglu,
 )
+from qrun.ops._cuda_sdpa import sdpa
 from qrun.ops._launch import zeros
 from qrun.ops.matrix import QuantizedMatrix
 from qrun.ops.sample import on_device
