@@ -28,3 +28,19 @@ def test_qmv_tiles_are_what_the_kernel_bears(group: int, scale_bytes: int) -> No
                     assert k % tiles.STEP == 0
                 if tile.ahead:
                     assert ceil_div(steps, tile.take) == tile.warps * tile.rounds(k)
+
+
+@pytest.mark.parametrize("n", [64, 1000, 4096, 28672, 151936])
+@pytest.mark.parametrize("k", [128, 384, 1024, 4096, 14336])
+def test_wgmma_tiles_fit_and_all_are_computed(n: int, k: int) -> None:
+    for rows in (*range(9, 700, 13), 1024, 2048, 5000):
+        tile = tiles.wgmma_tile(rows, n, k)
+        assert tile.shared <= tiles.SHARED
+        assert tile.blocks * (tile.shared + 1024) <= tiles.SHARED + 1024  # a KB each is the system's
+        across, along = ceil_div(rows, tile.bm), ceil_div(n, tile.bn)
+        blocks = tile.grid(rows, n, k)
+        assert blocks % tile.splits == 0
+        if blocks != across * along * tile.splits:  # a block has several tiles
+            assert tile.splits == 1
+            assert blocks == tile.blocks * tiles.multiprocessors() < across * along
+            assert ceil_div(k, 128) >= tile.stages  # as the kernel wants then
