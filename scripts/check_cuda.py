@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qrun.ops import _cuda, _cuda_product, _cuda_qmm
+from qrun.ops._cuda_launch import alone
 from qrun.ops._cuda_tiles import SMS, WGMMA_TILES, QmvTile, WgmmaTile
 from qrun.ops._launch import Arrays
 from qrun.ops.argmax import argmax_ref
@@ -127,9 +128,18 @@ def _by(tile: QmvTile | WgmmaTile) -> Any:
     """The product by this tile, which its name tells."""
 
     def by_tile(x: mx.array, m: QuantizedMatrix, **behind: Any) -> mx.array:
-        if isinstance(tile, WgmmaTile):
+        if isinstance(tile, QmvTile):
+            return _cuda_product._qmv(x, m, tile, **behind)  # pyright: ignore[reportPrivateUsage]
+        if tile.splits == 1:
             return _cuda_qmm.by_tile(x, m, tile, **behind)
-        return _cuda_product._qmv(x, m, tile, **behind)  # pyright: ignore[reportPrivateUsage]
+
+        def step(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
+            if not alone():  # MLX's own launches know no clusters
+                raise AssertionError("not a cluster")
+            return [_cuda_qmm.by_tile(inputs[0], m, tile, **behind)], state
+
+        mx.eval(x, m.w, m.scales, m.biases, behind)
+        return _cuda.traced(step)([x], [])[0][0]
 
     by_tile.__name__ = f"{'qmm' if isinstance(tile, WgmmaTile) else 'qmv'} by {tuple(tile)}"
     return by_tile

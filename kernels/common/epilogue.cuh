@@ -60,7 +60,7 @@ struct Epilogue {
 
   // The same for tensor cores, whose lanes have two rows of w next to each other, `at` (even, one of the N) and
   // at+1, with some rows of x, counted from `first` on: two columns of y, or a gate and its up. Elements of 16 bits.
-  // EVEN: N is, so that the two are one word.
+  // EVEN: N is, so that the two are one word; y and residual begin at a multiple of 4 bytes.
   template <bool EVEN>
   struct Two {
     static constexpr bool WORD = EVEN && ROWS == 1;

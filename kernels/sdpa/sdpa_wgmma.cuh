@@ -71,7 +71,7 @@ struct SdpaWgmma {
         queries[s][i] = row[i % 2] < length ? *reinterpret_cast<const unsigned*>(from) : 0;
       }
 
-    const int tiles = (end - begin + BK - 1) / BK;
+    const int tiles = max(1, (end - begin + BK - 1) / BK);
     fetch(ring, begin, end);
     fetch(ring + STAGE, begin + BK, end);
     SoftmaxRows<T> rows{scale, softcap};

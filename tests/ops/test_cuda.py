@@ -25,7 +25,15 @@ def script() -> ModuleType:
 
 
 check = script()
-CASES = [*check.products(), *check.rows(), *check.ropes(), *check.sdpas(), *check.chain()]
+CASES = [
+    *check.products(),
+    *check.rows(),
+    *check.mixtures(),
+    *check.ropes(),
+    *check.sdpas(),
+    *check.attends(),
+    *check.chain(),
+]
 
 
 @pytest.mark.parametrize("run", [run for _, run in CASES], ids=[label for label, _ in CASES])

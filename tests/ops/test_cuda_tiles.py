@@ -36,7 +36,7 @@ def test_wgmma_tiles_fit_and_all_are_computed(n: int, k: int) -> None:
     for rows in (*range(9, 700, 13), 1024, 2048, 5000):
         tile = tiles.wgmma_tile(rows, n, k)
         assert tile.shared <= tiles.SHARED
-        assert tile.blocks * (tile.shared + 1024) <= tiles.SHARED + 1024  # a KB each is the system's
+        assert tile.blocks * (tile.shared + 1024) <= tiles.SHARED + 1024  # 1 KB each besides
         across, along = ceil_div(rows, tile.bm), ceil_div(n, tile.bn)
         blocks = tile.grid(rows, n, k)
         assert blocks % tile.splits == 0
