@@ -57,6 +57,7 @@ struct SdpaWgmma {
     const int position = *offset + first_query;  // of the block's first query
     const int end = min(min(position + BQ, *offset + length), capacity);
     const int begin = window ? max(0, position - window + 1) / BK * BK : 0;
+    if (begin >= end) return;  // a cache that does not reach this far
     char* shared = shared_memory();
     char* ring = shared + (1024 - shared_address(shared) % 1024) % 1024;
 
@@ -71,7 +72,7 @@ struct SdpaWgmma {
         queries[s][i] = row[i % 2] < length ? *reinterpret_cast<const unsigned*>(from) : 0;
       }
 
-    const int tiles = max(1, (end - begin + BK - 1) / BK);
+    const int tiles = (end - begin + BK - 1) / BK;
     fetch(ring, begin, end);
     fetch(ring + STAGE, begin + BK, end);
     SoftmaxRows<T> rows{scale, softcap};
