@@ -35,13 +35,10 @@ __device__ __forceinline__ void wgmma_wait_but(float (&d)[COUNT][4]) {
     asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
 }
 
-// All that was committed is done. The sums pass through, so that nothing reads them earlier.
+// All that was committed is done.
 template <int COUNT>
 __device__ __forceinline__ void wgmma_wait(float (&d)[COUNT][4]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-  for (int i = 0; i < COUNT; i++)
-    asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
+  wgmma_wait_but<0>(d);
 }
 
 #define QRUN_D(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
@@ -62,18 +59,18 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[COUNT][4]) {
   "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define QRUN_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)
 
-// d (64, 8 * COUNT) = a (64, 16) @ b (16, 8 * COUNT) + (add ? d : 0), asynchronous. b's rows in shared memory are
-// columns of b, or, for wgmma_along, which has 64 of them, its k. Warp i of the
-// warpgroup holds rows 16i .. of a and d, as in mma(): d[j] is its columns 8j .. 8j+7.
-#define QRUN_WGMMA(FUNCTION, ALONG, TYPE, NAME, COUNT, N, REGISTERS, OPERANDS, A0, A1, A2, A3, B, ADD)                   \
-  __device__ __forceinline__ void FUNCTION(float (&d)[COUNT][4], const unsigned (&a)[4],                 \
-                                        unsigned long long b, int add, TYPE) {                        \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; wgmma.mma_async.sync.aligned.m64n" N      \
-                 "k16.f32." NAME "." NAME " {" REGISTERS "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B     \
-                 ", p, 1, 1, " ALONG "; }"                                                                    \
-                 : OPERANDS                                                                           \
-                 : QRUN_A                                                                             \
-                 : "memory");                                                                         \
+// d (64, 8 * COUNT) = a (64, 16) @ b (16, 8 * COUNT) + (add ? d : 0), asynchronous. Warp i of the warpgroup holds rows
+// 16i .. of a and d, as in mma(): d[j] is its columns 8j .. 8j+7. A row in shared memory is a column of b; for
+// wgmma_along, which has 64 columns, it is one k of all of them.
+#define QRUN_WGMMA(FUNCTION, ALONG, TYPE, NAME, COUNT, N, REGISTERS, OPERANDS, A0, A1, A2, A3, B, ADD)                 \
+  __device__ __forceinline__ void FUNCTION(float (&d)[COUNT][4], const unsigned (&a)[4],                               \
+                                        unsigned long long b, int add, TYPE) {                                         \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; wgmma.mma_async.sync.aligned.m64n" N                      \
+                 "k16.f32." NAME "." NAME " {" REGISTERS "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B                     \
+                 ", p, 1, 1, " ALONG "; }"                                                                             \
+                 : OPERANDS                                                                                            \
+                 : QRUN_A                                                                                              \
+                 : "memory");                                                                                          \
   }
 #define QRUN_64 QRUN_D8(0)
 #define QRUN_128 QRUN_D8(0), QRUN_D8(8)
