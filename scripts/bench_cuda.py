@@ -132,14 +132,14 @@ def qmv_cases() -> list[str]:
     for n, k in SHAPES:
         m = matrix(n, k)
         for rows in (1, 2, 4, 8, 16):
-            chosen = _cuda_tiles.qmv_tile(rows, n, k, 64)
+            chosen = _cuda_tiles.qmv_tile(rows, n, k, 64, alike=True, clusters=True)
             others = [
-                _cuda_tiles.QmvTile(chosen.rows, *t, chosen.turned)
+                _cuda_tiles.QmvTile(chosen.rows, *t, chosen.dequantized)
                 for t in tiles[k]
                 if chosen.rows <= 4 or not t[-1]
             ]
             for tile in dict.fromkeys([chosen, *others]):
-                if tile.shared(k, 64) > _cuda_tiles.SHARED // tile.blocks - 1024:
+                if tile.shared(n, k, 64) > _cuda_tiles.SHARED // tile.blocks - 1024:
                     continue
                 x = mx.zeros((rows, k), mx.bfloat16)
                 out.append(
@@ -291,8 +291,12 @@ def odd_cases() -> list[str]:
     for group, tile in (
         (64, _cuda_tiles.QmvTile(1, take=2, warps=1, teams=1, blocks=1, ahead=True)),
         (32, _cuda_tiles.QmvTile(3, take=1, warps=2, teams=2, blocks=1, ahead=True)),
-        (64, _cuda_tiles.QmvTile(7, take=1, warps=2, teams=3, blocks=1, turned=True)),
-        (32, _cuda_tiles.QmvTile(5, take=2, warps=1, teams=2, blocks=1, turned=True)),
+        (64, _cuda_tiles.QmvTile(7, take=1, warps=2, teams=3, blocks=1, dequantized=True)),
+        (32, _cuda_tiles.QmvTile(5, take=2, warps=1, teams=2, blocks=1, dequantized=True)),
+        (
+            64,
+            _cuda_tiles.QmvTile(16, take=1, warps=1, teams=1, blocks=1, dequantized=True, splits=2),
+        ),
     ):
         x, m = mx.zeros((tile.rows, 256), bf16), matrix(6405, 256, group)
         add(

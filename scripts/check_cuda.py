@@ -44,14 +44,19 @@ TILES = (
     (32, QmvTile(1, take=2, warps=1, teams=1, blocks=2, ahead=True)),
     (128, QmvTile(3, take=2, warps=1, teams=4, blocks=1, ahead=True)),
     (64, QmvTile(4, take=1, warps=2, teams=2, blocks=1, ahead=True)),
-    (64, QmvTile(8, take=4, warps=1, teams=2, blocks=1, turned=True)),
-    (64, QmvTile(6, take=2, warps=2, teams=4, blocks=1, turned=True)),
-    (32, QmvTile(8, take=2, warps=2, teams=2, blocks=1, turned=True)),
-    (32, QmvTile(4, take=2, warps=1, teams=1, blocks=1, ahead=True, turned=True)),
+    (64, QmvTile(8, take=4, warps=1, teams=2, blocks=1, dequantized=True)),
+    (64, QmvTile(16, take=2, warps=2, teams=4, blocks=1, dequantized=True)),
+    (128, QmvTile(16, take=1, warps=2, teams=2, blocks=1, dequantized=True)),
+    (32, QmvTile(4, take=2, warps=1, teams=1, blocks=1, ahead=True, dequantized=True)),
+    (64, QmvTile(8, take=2, warps=1, teams=2, blocks=1, dequantized=True, splits=2)),
+    (32, QmvTile(16, take=1, warps=1, teams=1, blocks=1, ahead=True, dequantized=True, splits=4)),
 )
 # With the end of K within a take, and a warp whose last round is empty.
 UNEVEN = (
     (576, QmvTile(8, take=1, warps=5, teams=4, blocks=1)),
+    (576, QmvTile(16, take=1, warps=3, teams=1, blocks=1, dequantized=True)),
+    (672, QmvTile(8, take=1, warps=2, teams=3, blocks=1, dequantized=True, splits=2)),
+    (288, QmvTile(8, take=1, warps=1, teams=1, blocks=1, dequantized=True, splits=4)),
     (640, QmvTile(3, take=1, warps=2, teams=2, blocks=1)),
 )
 rng = np.random.default_rng(0)
@@ -128,15 +133,18 @@ def _by(tile: QmvTile | WgmmaTile) -> Any:
     """The product by this tile, which its name tells."""
 
     def by_tile(x: mx.array, m: QuantizedMatrix, **behind: Any) -> mx.array:
-        if isinstance(tile, QmvTile):
-            return _cuda_product._qmv(x, m, tile, **behind)  # pyright: ignore[reportPrivateUsage]
-        if tile.splits == 1:
+        def multiply(x: mx.array) -> mx.array:
+            if isinstance(tile, QmvTile):
+                return _cuda_product._qmv(x, m, tile, **behind)  # pyright: ignore[reportPrivateUsage]
             return _cuda_qmm.by_tile(x, m, tile, **behind)
+
+        if tile.splits == 1:
+            return multiply(x)
 
         def step(inputs: Arrays, state: Arrays) -> tuple[Arrays, Arrays]:
             if not alone():  # MLX's own launches know no clusters
                 raise AssertionError("not a cluster")
-            return [_cuda_qmm.by_tile(inputs[0], m, tile, **behind)], state
+            return [multiply(inputs[0])], state
 
         mx.eval(x, m.w, m.scales, m.biases, behind)
         return _cuda.traced(step)([x], [])[0][0]
@@ -168,12 +176,18 @@ def products() -> Iterator[Case]:
     yield product(qmv, (2, 5, 96), Quantization(4, 16, "nvfp4"), BF, U8)
     yield product(qmv, (1, 6, 96), Quantization(8, 32, "mxfp8"), HF, U8, "", "swiglu")
     for group, tile in TILES:
-        yield product(_by(tile), (tile.rows, 6406, 512), q4(group), BF, BF, "nr", "swiglu")
+        extras = "nr" if tile.splits == 1 else "br"
+        yield product(_by(tile), (tile.rows, 6406, 512), q4(group), BF, BF, extras, "swiglu")
         yield product(_by(tile), (tile.rows, 6403, 512), q4(group), HF, HF)
     for k, tile in UNEVEN:
-        yield product(_by(tile), (tile.rows, 6406, k), q4(64), BF, BF, "n")
+        extras = "n" if tile.splits == 1 else "b"
+        yield product(_by(tile), (max(1, tile.rows - 1), 6406, k), q4(32), BF, BF, extras)
     if _cuda_product.generation() == 9:
         yield from wgmma_products()
+    yield product(qmv, (5, 33, 672), q4(32), BF, BF, "nbr")
+    yield product(qmm, (9, 34, 4096), q4(64), HF, HF, "nr", "swiglu")
+    yield product(qmm, (16, 6401, 576), q4(64), BF, BF, "br")
+    yield product(qmm, (13, 70, 14336), q4(128), BF, BF)
     yield product(qmm, (17, 37, 576), q4(64), BF, BF)
     yield product(qmm, (33, 6, 96), q4(32), HF, HF, "b")
     yield product(qmm, (65, 64, 256), q4(128), BF, HF, "n", "swiglu", 0.5)

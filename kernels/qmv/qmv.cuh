@@ -19,17 +19,19 @@
 //   w      & 00f000f0   (n1, n5) times 16      odd:  a[0], a[1]
 //   w >> 8 & 00f000f0   (n3, n7) times 16      odd:  a[2], a[3]
 //
-// Even and odd nibbles are two chains of sums; odd / 16 is added in float32.
+// Even and odd nibbles are two chains of sums; odd / 16 is added in float32. The four lanes of a quad (t) hold
+// PARTS = STEP / GROUP groups, whose sums must stay apart, in BANDS = PARTS bands of the 8 columns of b, COLS rows of
+// x each. A band is zero where t belongs to another group, so what a lane gets in d is of its own group.
 //
-// The four lanes of a quad (t) hold PARTS = STEP / GROUP groups, whose sums must stay apart:
+//   band of column c: c / COLS    row of x: pass * COLS + c % COLS    group of lane t: t*PARTS/4
 //
-//   few rows     in BANDS = PARTS bands of the 8 columns of b, COLS rows of x each. A band is zero where t
-//                belongs to another group, so what a lane gets in d is of its own group.
-//                  band of column c: c / COLS    row of x: pass * COLS + c % COLS    group of lane t: t*PARTS/4
-//   TURNED       the words of a quad change lanes first, so that an mma has one group, and all 8 columns
-//                carry rows of x: word j of every lane is of group j*PARTS/4.
+// Scales multiply a group's sums in float32, biases the group sums of x.
 //
-// The biases multiply the group sums of x, in float32.
+// DEQUANTIZED: for rows of x that would take several passes. Operand a is scale * q + bias, rounded once (decode.cuh):
+// more instructions a word, but one chain of sums for all groups, and all 8 columns carry rows of x.
+//
+// SPLITS: for long rows of x. A cluster of so many blocks has the same tiles, each block its own part of K, and so of
+// x. The sums of all its tiles stay in shared memory; at the end each block adds up its share of them over the cluster.
 //
 // A norm in front is x * weight * r, r one number a row. In bf16, which has float32's range, r comes behind
 // the product: no warp has to wait for the squares of the others. fp16 could overflow: there r comes first.
@@ -38,28 +40,30 @@
 // tile, add them up and write, while the rest goes on.
 #pragma once
 
+#include "../common/decode.cuh"
 #include "../common/epilogue.cuh"
 #include "../common/ptx.cuh"
 #include "../common/subnormal.cuh"
 #include "qmv_x.cuh"
+#include "qmv_y.cuh"
 
 namespace qrun {
 
-// M: rows of x of a block, blockIdx.y * M .. K is a multiple of STEP * TAKE where TAKE > 1 or TURNED, and has TAKES
-// takes if AHEAD.
+// M: rows of x of a block, blockIdx.y * M .. K is a multiple of STEP * TAKE where TAKE > 1, and has SPLITS * TAKES takes
+// if AHEAD. DEQUANTIZED: S is T. SPLITS > 1: no norm, one matrix.
 template <typename T, typename S, int GROUP, int M, int TAKE, int WARPS, int ROUNDS, int TEAMS, bool AHEAD,
-          bool TURNED>
+          bool WEIGHTS = false, int SPLITS = 1>
 struct Qmv {
+  static constexpr bool DEQUANTIZED = WEIGHTS;
   static constexpr int WORDS = 4, ROWS = 16, STEP = 32 * WORDS, SPAN = TAKE * STEP;
   static constexpr int THREADS = 32 * WARPS * TEAMS;
   static constexpr int PARTS = STEP / GROUP;               // groups in a step
-  static constexpr int BANDS = TURNED ? 1 : PARTS;         // groups in one mma
-  static constexpr int SETS = PARTS / BANDS;               // groups of a lane's words
+  static constexpr int BANDS = DEQUANTIZED ? 1 : PARTS;    // groups whose sums are apart
   static constexpr int COLS = 8 / BANDS;                   // rows of x in one mma
   static constexpr int PASSES = (M + COLS - 1) / COLS;     // mma on one tile of w
-  static constexpr int FACTORS = TAKE > 1 || TURNED ? TAKE * PARTS : 1;  // of a row that a lane loads
+  static constexpr int FACTORS = TAKE > 1 ? TAKE * PARTS : 1;  // of a row that a lane loads
   static constexpr int SLICE = TAKE * WORDS * M * 4;       // 16 bytes each: x of a take
-  static constexpr int TAKES = WARPS * ROUNDS;             // at least as many as K has
+  static constexpr int TAKES = WARPS * ROUNDS;             // of a block: at least as many as its part of K has
   static constexpr int OUT = M > 1 && COLS == 8 ? ROWS + 4 : ROWS;  // of a row of x's sums: lanes in 4 banks
   static constexpr bool BEHIND = Subnormal<T>::X != 1;     // the norm's r
 
@@ -93,25 +97,20 @@ struct Qmv {
     unsigned word[2], group[2];
   };
 
-  // Shared memory: x as operand b, [take][step][j][m][t] of 8 elements; as many zeros as a take has;
-  // the group sums of x, [take][step][part][m]; the sums of each warp, two times [warp][m][OUT]; the squares of
-  // x, [m][warp].
+  // Shared memory: x as operand b, [take][step][j][m][t] of 8 elements; as many zeros as a take has, if there
+  // are bands; the group sums of x, [take][step][part][m], unless DEQUANTIZED; the sums of each warp, two times
+  // [warp][m][OUT]; the squares of x, [m][warp]; the sums of each tile, [tile][m][ROWS], if there are SPLITS.
   uint4 *shared_x, *zeros;
-  float *shared_sums, *shared_out, *shared_squares;
-
-  static constexpr int SHARED =
-      (TAKES + 1) * SLICE * 16 + (TAKES * TAKE * PARTS + TEAMS * (2 * WARPS * OUT + WARPS)) * M * 4;
+  float *shared_sums, *shared_out, *shared_squares, *shared_tiles;
 
   // Known while compiling where there is one team, for what depends on it then is, too.
   __device__ __forceinline__ static int team() { return TEAMS == 1 ? 0 : threadIdx.x / (32 * WARPS); }
   __device__ __forceinline__ static int warp() { return TEAMS == 1 ? threadIdx.x / 32 : threadIdx.x / 32 % WARPS; }
 
-  // The first k, of a step, of word j that lane t multiplies.
-  __device__ __forceinline__ static int first_k(int j, int t) {
-    if (!TURNED || PARTS == 1) return 32 * t + 8 * j;
-    if (PARTS == 4) return 32 * j + 8 * t;
-    return 64 * (j / 2) + 32 * (t % 2) + 16 * (t / 2) + 8 * (j % 2);
-  }
+  // Tiles are counted by clusters. A block's part of K begins with this take.
+  __device__ __forceinline__ static int cluster() { return blockIdx.x / SPLITS; }
+  __device__ __forceinline__ static int clusters() { return gridDim.x / SPLITS; }
+  __device__ __forceinline__ static int first_take() { return blockIdx.x % SPLITS * TAKES; }
 
   __device__ __forceinline__ float* group_sum(int take, int step, int part, int m) const {
     return shared_sums + ((take * TAKE + step) * PARTS + part) * M + m;
@@ -120,9 +119,11 @@ struct Qmv {
   __device__ __forceinline__ void place() {
     shared_x = reinterpret_cast<uint4*>(shared_memory());
     zeros = shared_x + TAKES * SLICE;
-    shared_sums = reinterpret_cast<float*>(zeros + SLICE);
-    shared_out = shared_sums + TAKES * TAKE * PARTS * M;
+    shared_sums = reinterpret_cast<float*>(zeros + (BANDS > 1 ? SLICE : 0));
+    shared_out = shared_sums + (DEQUANTIZED ? 0 : TAKES * TAKE * PARTS * M);
     shared_squares = shared_out + 2 * TEAMS * WARPS * M * OUT;
+    shared_tiles = shared_squares + TEAMS * WARPS * M;
+    if (BANDS == 1) return;
     for (int i = threadIdx.x; i < SLICE; i += THREADS) zeros[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
   }
@@ -149,6 +150,11 @@ struct Qmv {
     }
   }
 
+  // The same as it lies there, of this lane's group.
+  __device__ __forceinline__ static T element(const Factors& f, int s) {
+    return from_float<T>(factor(f, s, threadIdx.x % 4 * PARTS / 4));
+  }
+
   // The row of x behind row m of this block.
   __device__ __forceinline__ long long x_row(int m) const {
     if (expert) return source ? source[blockIdx.y] : blockIdx.y;
@@ -158,7 +164,7 @@ struct Qmv {
   // Offsets are 32 bits wide, for w counts words and N * K / 8 < 2^32: registers are short.
   __device__ __forceinline__ From from(int tile, int take) const {
     const int lane = threadIdx.x % 32;
-    const unsigned first = take * SPAN, mine = first + lane % 4 * 32;
+    const unsigned first = (first_take() + take) * SPAN, mine = first + lane % 4 * 32;
     const unsigned at = TAKE == 1 ? min(mine, unsigned(k) - 32) : mine;
     From from;
 #pragma unroll
@@ -197,58 +203,68 @@ struct Qmv {
     return rsqrtf(sum / k + eps);
   }
 
-  // The words of a quad change lanes: a transposition of 2 x 2 or 4 x 4 blocks of them.
-  __device__ __forceinline__ static void turn(unsigned (&v)[WORDS]) {
-#pragma unroll
-    for (int bit = 2; bit > 2 / SETS; bit /= 2) {
-      const bool upper = threadIdx.x & bit;
-#pragma unroll
-      for (int j = 0; j < WORDS; j++) {
-        if (j & bit) continue;
-        const unsigned got = __shfl_xor_sync(0xffffffffu, upper ? v[j] : v[j | bit], bit);
-        if (upper) v[j] = got;
-        else v[j | bit] = got;
-      }
-    }
-  }
-
   // sums[pass] += tile @ x of that take, for this lane's rows g, g+8 and two rows of x. next: what held takes
   // in its place, if AHEAD.
   __device__ __forceinline__ void multiply(float (&sums)[PASSES][4], Held& held, int take,
                                            const From& next) const {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, band = t * BANDS / 4;
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     // Column g of b carries the group of this lane's k, or nothing.
-    const uint4* b_of = (g / COLS == band ? shared_x + take * SLICE : zeros) + t;
+    const uint4* b_of = (BANDS == 1 || g / COLS == t * BANDS / 4 ? shared_x + take * SLICE : zeros) + t;
     Scales later;
     if (AHEAD) load_scales(later, next);
 #pragma unroll
     for (int s = 0; s < TAKE; s++) {
-      unsigned lo[WORDS], hi[WORDS];  // of rows g and g + 8
-#pragma unroll
-      for (int j = 0; j < WORDS; j++) lo[j] = held.w[s][0][j], hi[j] = held.w[s][1][j];
-      turn(lo), turn(hi);
-#pragma unroll
-      for (int set = 0; set < SETS; set++) {
-        float even[PASSES][4] = {}, odd[PASSES][4] = {};
-#pragma unroll
-        for (int j = set * WORDS / SETS; j < (set + 1) * WORDS / SETS; j++) {
-          const unsigned a[4] = {lo[j] & 0x000f000fu, hi[j] & 0x000f000fu, lo[j] >> 8 & 0x000f000fu,
-                                 hi[j] >> 8 & 0x000f000fu};
-          const unsigned b[4] = {lo[j] & 0x00f000f0u, hi[j] & 0x00f000f0u, lo[j] >> 8 & 0x00f000f0u,
-                                 hi[j] >> 8 & 0x00f000f0u};
-#pragma unroll
-          for (int p = 0; p < PASSES; p++) {
-            const int m = min(p * COLS + g % COLS, M - 1);  // columns beyond M repeat: nobody looks
-            const uint4 v = b_of[((s * WORDS + j) * M + m) * 4];
-            mma(even[p], a, v.x, v.y, T());
-            mma(odd[p], b, v.z, v.w, T());
-          }
-        }
-        add(sums, even, odd, held.of, take, s, set + band);
-      }
+      if constexpr (DEQUANTIZED)
+        multiply_weights(sums, held, b_of, s);
+      else
+        multiply_codes(sums, held, b_of, take, s);
       if (AHEAD) load_step(held, s, next);
     }
     if (AHEAD) held.of = later;
+  }
+
+  // Operand b for word j of step s.
+  __device__ __forceinline__ static uint4 columns(const uint4* b_of, int s, int j, int pass) {
+    const int m = min(pass * COLS + threadIdx.x % 32 / 4 % COLS, M - 1);  // columns beyond M repeat: nobody looks
+    return b_of[((s * WORDS + j) * M + m) * 4];
+  }
+
+  __device__ __forceinline__ void multiply_codes(float (&sums)[PASSES][4], const Held& held, const uint4* b_of,
+                                                 int take, int s) const {
+    float even[PASSES][4] = {}, odd[PASSES][4] = {};
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) {
+      const unsigned lo = held.w[s][0][j], hi = held.w[s][1][j];  // of rows g and g + 8
+      const unsigned a[4] = {lo & 0x000f000fu, hi & 0x000f000fu, lo >> 8 & 0x000f000fu, hi >> 8 & 0x000f000fu};
+      const unsigned b[4] = {lo & 0x00f000f0u, hi & 0x00f000f0u, lo >> 8 & 0x00f000f0u, hi >> 8 & 0x00f000f0u};
+#pragma unroll
+      for (int p = 0; p < PASSES; p++) {
+        const uint4 v = columns(b_of, s, j, p);
+        mma(even[p], a, v.x, v.y, T());
+        mma(odd[p], b, v.z, v.w, T());
+      }
+    }
+    add(sums, even, odd, held.of, take, s, threadIdx.x % 4 * PARTS / 4);
+  }
+
+  __device__ __forceinline__ void multiply_weights(float (&sums)[PASSES][4], const Held& held, const uint4* b_of,
+                                                   int s) const {
+    Decode<T> row[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      row[i].set(element(held.of.scale[i], s), element(held.of.bias[i], s));
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) {
+      const unsigned lo = held.w[s][0][j], hi = held.w[s][1][j];
+      const unsigned even[4] = {row[0].low(lo), row[1].low(hi), row[0].low(lo >> 8), row[1].low(hi >> 8)};
+      const unsigned odd[4] = {row[0].high(lo), row[1].high(hi), row[0].high(lo >> 8), row[1].high(hi >> 8)};
+#pragma unroll
+      for (int p = 0; p < PASSES; p++) {
+        const uint4 v = columns(b_of, s, j, p);
+        mma(sums[p], even, v.x, v.y, T());
+        mma(sums[p], odd, v.z, v.w, T());
+      }
+    }
   }
 
   // sums += scale * product + bias * (sum of x), of that part of step s.
@@ -272,65 +288,12 @@ struct Qmv {
       }
   }
 
-  // Lanes' sums -> the warp's place in a buffer, the groups of a quad added.
-  __device__ __forceinline__ void share(float (&sums)[PASSES][4], int buffer) const {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float* out = shared_out + (buffer * (TEAMS * WARPS) + int(threadIdx.x) / 32) * (M * OUT);
-#pragma unroll
-    for (int p = 0; p < PASSES; p++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float v = sums[p][i];
-        sums[p][i] = 0;
-        if (M == 1 && i % 2) continue;
-#pragma unroll
-        for (int bit = 4 / BANDS; bit < 4; bit *= 2) v += __shfl_xor_sync(0xffffffffu, v, bit);
-        const int m = p * COLS + 2 * t % COLS + i % 2;
-        if (t * BANDS / 4 == 0 && m < M) out[m * OUT + g + i / 2 * 8] = v;
-      }
-  }
-
-  __device__ __forceinline__ float total(int buffer, int m, int row) const {
-    const float* in = shared_out + ((buffer * TEAMS + team()) * WARPS * M + m) * OUT + row;
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) sum += in[i * M * OUT];
-    return sum * Subnormal<T>::UNDO;
-  }
-
-  // A tile is multiplied. count: of tiles before it, modulo 2 * WARPS: warp count % WARPS and as many behind it as it
-  // takes write y. normed: the norm's r is still to come.
-  template <typename E>
-  __device__ __forceinline__ void finish(float (&sums)[PASSES][4], int tile, int count, bool normed,
-                                         float eps, const E& epilogue) const {
-    constexpr int COLUMNS = ROWS / E::ROWS, ITEMS = M * COLUMNS;  // of y; a lane takes every (32 * WARPS)-th
-    constexpr int EACH = (ITEMS + 32 * WARPS - 1) / (32 * WARPS), STRIDE = 32 * WARPS / COLUMNS;
-    const int buffer = count % 2;
-    const unsigned mine = unsigned(warp() + 2 * WARPS - count) % WARPS * 32 + threadIdx.x % 32;
-    const int m = mine / COLUMNS, row = blockIdx.y * M + m;
-    const int column = tile * COLUMNS + mine % COLUMNS, first = mine % COLUMNS * E::ROWS;
-    const int left = column < epilogue.columns() ? min(M - m, rows - row) : 0;  // rows of y, STRIDE apart
-    share(sums, buffer);
-    typename E::Behind behind[EACH];  // under way while the others finish
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-      if (i * STRIDE < left) behind[i] = epilogue.ahead(row + i * STRIDE, column);
-    barrier(1 + team(), 32 * WARPS);  // whoever fills this buffer again has passed the next tile's
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      if (i * STRIDE >= left) continue;
-      const float r = normed ? norm_factor(m + i * STRIDE, eps) : 1.0f;
-      epilogue.write(row + i * STRIDE, column, total(buffer, m + i * STRIDE, first) * r,
-                     E::ROWS == 2 ? total(buffer, m + i * STRIDE, first + 1) * r : 0.0f, behind[i]);
-    }
-  }
-
   // G: type of the norm's weight (K,), null without a norm.
   template <typename G, typename E>
   __device__ __forceinline__ void run(const G* weight, float eps, const E& epilogue) {
     start_next_kernel();
-    const int tiles = (n + ROWS - 1) / ROWS, takes = (k + SPAN - 1) / SPAN;
-    int tile = team() * gridDim.x + blockIdx.x, take = warp(), count = 0;
+    const int tiles = (n + ROWS - 1) / ROWS, takes = (k + SPAN - 1) / SPAN - first_take();
+    int tile = team() * clusters() + cluster(), take = warp(), count = 0;
     if (expert) {
       wait_for_previous_kernel();
       const long long first = static_cast<long long>(expert[blockIdx.y]) * n;
@@ -340,19 +303,24 @@ struct Qmv {
     if (AHEAD || take < takes) load_held(held, from(tile, take));
     place();
     QmvX<Qmv, T, M, TAKE, WARPS, ROUNDS, TEAMS>{*this}.prepare(weight, eps);
+    const QmvY<Qmv, T, M, WARPS, TEAMS, SPLITS> y{*this};
     float sums[PASSES][4] = {};
 #pragma unroll 1
     while (tile < tiles) {
       const int of_tile = tile, of_take = take;
       take += WARPS;
       const bool last = take >= TAKES;
-      if (last) take = warp(), tile += TEAMS * gridDim.x;
+      if (last) take = warp(), tile += TEAMS * clusters();
       if (AHEAD || of_take < takes) multiply(sums, held, of_take, from(tile, take));
       if (!AHEAD && tile < tiles && take < takes) load_held(held, from(tile, take));
       if (!last) continue;
-      finish(sums, of_tile, count, BEHIND && weight, eps, epilogue);
+      if constexpr (SPLITS > 1)
+        y.keep(sums, of_tile, count);
+      else
+        y.finish(sums, of_tile, count, BEHIND && weight, eps, epilogue);
       if (++count == 2 * WARPS) count = 0;
     }
+    if constexpr (SPLITS > 1) y.add_up(tiles, epilogue);
   }
 };
 

@@ -36,7 +36,7 @@ struct QmvX {
     const int i = (u - round * UNITS) * 32 + lane;
     Unit v = {round * WARPS + Q::warp(), i / (4 * Q::WORDS) % TAKE, i / 4 % Q::WORDS, i % 4, i / EACH,
               0, i < EACH * M && u < ALL};
-    v.at = v.take * Q::SPAN + v.step * Q::STEP + Q::first_k(v.j, v.t);
+    v.at = (Q::first_take() + v.take) * Q::SPAN + v.step * Q::STEP + v.t * 32 + v.j * 8;
     return v;
   }
 
@@ -79,9 +79,9 @@ struct QmvX {
   // Over the lanes whose units are of one group.
   __device__ __forceinline__ static float group_sum(float sum) {
 #pragma unroll
-    for (int bit = 4; bit < 4 * Q::WORDS / Q::SETS; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+    for (int bit = 4; bit < 4 * Q::WORDS; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
 #pragma unroll
-    for (int bit = 1; bit < 4 / Q::BANDS; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+    for (int bit = 1; bit < 4 / Q::PARTS; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
     return sum;
   }
 
@@ -139,14 +139,12 @@ struct QmvX {
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) sum += e[i], e[i] *= Subnormal<T>::X;
-        sum = group_sum(sum);
+        if (!Q::DEQUANTIZED) sum = group_sum(sum);
         if (!v.valid) continue;
         *place(v) =
             make_uint4(pack<T>(e[0], e[4]), pack<T>(e[2], e[6]), pack<T>(e[1], e[5]), pack<T>(e[3], e[7]));
-        if (v.j % (Q::WORDS / Q::SETS) == 0 && v.t % (4 / Q::BANDS) == 0) {
-          const int group = v.j * Q::SETS / Q::WORDS + v.t * Q::BANDS / 4;
-          *q.group_sum(v.take, v.step, group, v.m) = sum * (1 / Subnormal<T>::UNDO);
-        }
+        if (!Q::DEQUANTIZED && v.j == 0 && v.t % (4 / Q::PARTS) == 0)
+          *q.group_sum(v.take, v.step, v.t * Q::PARTS / 4, v.m) = sum * (1 / Subnormal<T>::UNDO);
       }
     }
     if (weight && Q::BEHIND) leave_square();

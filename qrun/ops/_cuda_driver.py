@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 MULTIPROCESSORS = 16
+SHARED_OF_SM = 81  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-# Bytes that the blocks of an SM share on Hopper, 1 KB of each being the system's; and the least
-# share of them that is asked for, 100 KB: what streams through L1 wants the rest.
-SM_SHARED, SHARED_PERCENT = 228 * 1024, 44
+SHARED_PERCENT = 44  # at least, of an SM's shared memory: what streams through L1 wants the rest
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 STREAM_NON_BLOCKING = 1
@@ -111,6 +110,14 @@ def multiprocessors() -> int:
     return _attribute(MULTIPROCESSORS)
 
 
+@cache
+def shared_memory() -> int:
+    """Bytes of shared memory that the blocks of an SM have together, 1 KB of each being the
+    system's.
+    """
+    return _attribute(SHARED_OF_SM)
+
+
 def _attribute(which: int) -> int:
     context()
     device, value = c_int(), c_int()
@@ -138,7 +145,7 @@ def function(kernel: Kernel) -> c_void_p:
         if kernel.shape.shared > 48 * 1024:
             call("cuFuncSetAttribute", found, MAX_DYNAMIC_SHARED, kernel.shape.shared)
         # Kernels can share an SM, and so start early, where they cut its memory alike.
-        needed = ceil(kernel.shape.blocks * (kernel.shape.shared + 1024) * 100 / SM_SHARED)
+        needed = ceil(kernel.shape.blocks * (kernel.shape.shared + 1024) * 100 / shared_memory())
         percent = min(100, max(SHARED_PERCENT, needed))
         call("cuFuncSetAttribute", found, PREFERRED_CARVEOUT, percent)
         _functions[kernel.name] = found

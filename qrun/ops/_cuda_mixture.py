@@ -122,14 +122,14 @@ def _few_recipe(
     blocks = max(1, ceil_div(tile.blocks * multiprocessors(), pairs))
     return Recipe(
         "qmv/qmv.cuh",
-        "qrun::Qmv<T, S, GROUP, 1, TAKE, WARPS, ROUNDS, TEAMS, AHEAD, TURNED>{x, w, scales, "
-        f"biases, expert_shape[0], w_shape[0] / {count}, x_shape[1], expert, "
-        f"{pointer('row', row, 'int')}}}.run(static_cast<const float*>(nullptr), 0.0f, "
+        "qrun::Qmv<T, S, GROUP, 1, TAKE, WARPS, ROUNDS, TEAMS, AHEAD, DEQUANTIZED, "
+        f"SPLITS>{{x, w, scales, biases, expert_shape[0], w_shape[0] / {count}, x_shape[1], "
+        f"expert, {pointer('row', row, 'int')}}}.run(static_cast<const float*>(nullptr), 0.0f, "
         f"{epilogue});",
         {"y": ((pairs, n if activation is None else n // 2), x.dtype)},
         constants,
         (min(ceil_div(n, 16), blocks), pairs, 1),
-        Shape(tile.threads, tile.blocks, tile.shared(k, group)),
+        Shape(tile.threads, tile.blocks, tile.shared(n, k, group)),
     )
 
 

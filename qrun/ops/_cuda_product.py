@@ -28,7 +28,6 @@ from qrun.ops._cuda_tiles import (
     QmvTile,
     WgmmaTile,
     mma_tile,
-    multiprocessors,
     qmv_tile,
     wgmma_tile,
 )
@@ -59,12 +58,19 @@ def qmv(
 ) -> mx.array:
     if not tensor_cores(x, m) or m.k > LONGEST:
         return _plain(x, m, norm, bias, residual, activation, scale)
-    tile = qmv_tile(x.shape[0], m.n, m.k, m.spec.group_size, m.scale_dtype.size)
+    tile = few_tile(x, m, norm)
     if tile.rows < x.shape[0] and alone():  # x does not fit: w would be read twice
         wide = qmm_tile(x.shape[0], m.n, m.k, m.spec.group_size, x.dtype == m.scale_dtype)
         if isinstance(wide, WgmmaTile):
             return by_tile(x, m, wide, norm, bias, residual, activation, scale)
     return _qmv(x, m, tile, norm, bias, residual, activation, scale)
+
+
+def few_tile(x: mx.array, m: QuantizedMatrix, norm: Norm | None) -> QmvTile:
+    """Clusters are not for MLX to launch, nor for norms, which want all of a row."""
+    alike, clusters = x.dtype == m.scale_dtype, generation() == 9 and alone() and norm is None
+    scale_bytes = m.scale_dtype.size
+    return qmv_tile(x.shape[0], m.n, m.k, m.spec.group_size, scale_bytes, alike, clusters)
 
 
 def _qmv(
@@ -103,8 +109,8 @@ def _qmv_recipe(
     constants |= {**tile.arguments, "ROUNDS": tile.rounds(k)}
     constants["G"] = mx.float32 if norm is None else norm.dtype
     source = (
-        "qrun::Qmv<T, S, GROUP, M, TAKE, WARPS, ROUNDS, TEAMS, AHEAD, TURNED>{x, w, scales, "
-        "biases, x_shape[0], w_shape[0], x_shape[1]}.run("
+        "qrun::Qmv<T, S, GROUP, M, TAKE, WARPS, ROUNDS, TEAMS, AHEAD, DEQUANTIZED, SPLITS>{x, w, "
+        "scales, biases, x_shape[0], w_shape[0], x_shape[1]}.run("
         f"{pointer('norm', norm, 'G')}, {literal(eps)}, {epilogue});"
     )
     return Recipe(
@@ -112,8 +118,8 @@ def _qmv_recipe(
         source,
         {"y": ((rows, n if activation is None else n // 2), x.dtype)},
         constants,
-        (min(ceil_div(n, 16), tile.blocks * multiprocessors()), ceil_div(rows, tile.rows), 1),
-        Shape(tile.threads, tile.blocks, tile.shared(k, group)),
+        (tile.clusters(n) * tile.splits, ceil_div(rows, tile.rows), 1),
+        Shape(tile.threads, tile.blocks, tile.shared(n, k, group), tile.splits),
     )
 
 
@@ -238,5 +244,9 @@ def qmm(
 ) -> mx.array:
     if not tensor_cores(x, m):
         return _plain(x, m, norm, bias, residual, activation, scale)
+    if x.shape[0] <= 16 and m.k <= LONGEST:
+        few = few_tile(x, m, norm)
+        if few.rows >= x.shape[0]:
+            return _qmv(x, m, few, norm, bias, residual, activation, scale)
     tile = qmm_tile(x.shape[0], m.n, m.k, m.spec.group_size, x.dtype == m.scale_dtype)
     return by_tile(x, m, tile, norm, bias, residual, activation, scale)

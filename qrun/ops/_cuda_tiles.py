@@ -18,15 +18,28 @@ STEP = 128  # codes of a row of w that a warp of qmv.cuh takes at a time
 LONGEST = 1 << 16  # K of qmv.cuh: one row of x has to fit into shared memory
 SHARED = 227 * 1024  # bytes of shared memory that the blocks of an SM share (sm_90)
 
+# Clusters that run at a time, by how many blocks an SM holds and a cluster has: none spans two of
+# the groups of 16 or 18 SMs that the chip is made of (cuOccupancyMaxActiveClusters on an H200).
+CLUSTERS = {
+    1: {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15},
+    2: {1: 264, 2: 132, 3: 79, 4: 62, 5: 47, 6: 39, 8: 30},
+}
+
 
 def multiprocessors() -> int:
     """Of this machine's GPU, for a grid that stays; without a GPU, an H200's."""
     return driver.multiprocessors() if mx.cuda.is_available() else SMS
 
 
+def shared_memory() -> int:
+    """What the blocks of an SM of this machine's GPU share, 1 KB of each besides."""
+    return driver.shared_memory() - 1024 if mx.cuda.is_available() else SHARED
+
+
 class QmvTile(NamedTuple):
     """Of qmv.cuh: rows of x of a block, steps of a take, warps of a team, teams, blocks that an SM
-    shall hold; whether words are asked for step by step; whether the words of a quad are turned.
+    shall hold; whether words are asked for step by step; whether w is dequantized for the tensor
+    cores; blocks of a cluster, which share K.
     """
 
     rows: int
@@ -35,21 +48,32 @@ class QmvTile(NamedTuple):
     teams: int
     blocks: int
     ahead: bool = False
-    turned: bool = False
+    dequantized: bool = False
+    splits: int = 1
 
     @property
     def threads(self) -> int:
         return 32 * self.warps * self.teams
 
     def rounds(self, k: int) -> int:
-        return ceil_div(k, STEP * self.take * self.warps)
+        return ceil_div(k, STEP * self.take * self.warps * self.splits)
 
-    def shared(self, k: int, group: int) -> int:
-        """Bytes of shared memory: `SHARED` of the kernel."""
+    def clusters(self, n: int) -> int:
+        """Blocks, if they are no clusters."""
+        most = CLUSTERS[1][self.splits] if self.splits > 1 else self.blocks * multiprocessors()
+        return min(ceil_div(n, 16), most)
+
+    def shared(self, n: int, k: int, group: int) -> int:
+        """Bytes of shared memory, as qmv.cuh places it."""
         takes, parts = self.warps * self.rounds(k), STEP // group
-        x = (takes + 1) * self.take * self.rows * 256
-        out = 20 if self.rows > 1 and (self.turned or group == STEP) else 16
-        sums = takes * self.take * parts + self.teams * self.warps * (2 * out + 1)
+        zeros = parts > 1 and not self.dequantized
+        x = (takes + zeros) * self.take * self.rows * 256
+        out = 20 if self.rows > 1 and (self.dequantized or group == STEP) else 16
+        sums = self.teams * self.warps * (2 * out + 1)
+        if not self.dequantized:
+            sums += takes * self.take * parts
+        if self.splits > 1:
+            sums += ceil_div(ceil_div(n, 16), self.clusters(n)) * 16
         return x + sums * self.rows * 4
 
     @property
@@ -60,27 +84,71 @@ class QmvTile(NamedTuple):
             "WARPS": self.warps,
             "TEAMS": self.teams,
             "AHEAD": self.ahead,
-            "TURNED": self.turned,
+            "DEQUANTIZED": self.dequantized,
+            "SPLITS": self.splits,
         }
 
 
 @cache
-def qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int = 2) -> QmvTile:
-    """What 3,484 timings of 23 shapes with 1, 2, 4 and 8 rows came down to: 1 % behind the best
-    tile on average, 13 % at worst (kernels/qmv/WORKLOG.md).
+def qmv_tile(
+    rows: int,
+    n: int,
+    k: int,
+    group: int,
+    scale_bytes: int = 2,
+    alike: bool = False,
+    clusters: bool = False,
+) -> QmvTile:
+    """alike: scales are of x's type. clusters: a cluster may share K. Up to 16 rows if `alike`.
+
+    A tile of fewer rows than there are: x does not fit, several blocks read the same w.
     """
+    room = shared_memory()
+    if alike and rows > group // 16:
+        for splits in (1, 2, 4, 8) if clusters else (1,):
+            tile = _dequantized_tile(rows, n, k, splits)
+            if tile.shared(n, k, group) <= room - 1024:
+                return tile
     rows = ceil_div(rows, ceil_div(rows, 8))
     while True:
         tile = _qmv_tile(rows, n, k, group, scale_bytes)
-        if tile.shared(k, group) <= SHARED // tile.blocks - 1024:
+        if tile.shared(n, k, group) <= room // tile.blocks - 1024:
             return tile
-        rows = ceil_div(rows, 2)  # x does not fit: several blocks read the same w
+        rows = ceil_div(rows, 2)
+
+
+def _dequantized_tile(rows: int, n: int, k: int, splits: int) -> QmvTile:
+    """What 1,900 timings of 21 shapes with 8 and 16 rows came down to (kernels/qmv/WORKLOG.md)."""
+    rows = 4 if rows <= 4 else 8 if rows <= 8 else 16  # few kernels to compile
+    steps, tiles = ceil_div(ceil_div(k, STEP), splits), ceil_div(n, 16)
+    even = k % (2 * STEP * splits) == 0
+    take, most, teams = 2 if even else 1, 16, 1
+    if splits == 1 and tiles > 3 * SMS:  # many: teams side by side, each warp with a good part of K
+        if k % (4 * STEP) == 0 and steps >= 32 and tiles > 4 * SMS:
+            take, most, teams = (4, 8, 2) if rows <= 8 else (4, 2, 7)
+        else:
+            takes = ceil_div(steps, take)
+            most = min((w for w in (4, 5, 6, 7, 3) if takes % w == 0), default=5)
+            teams = 4 if most <= 5 else 2
+    elif splits == 1 and (rows > 8 or steps <= 16):
+        take = 1
+    takes = ceil_div(steps, take)
+    warps = ceil_div(takes, ceil_div(takes, most))
+    if (
+        splits == 1 and tiles <= 3 * SMS
+    ):  # a second team has no tile, perhaps, but x is there sooner
+        teams = max(1, 16 // warps)
+    several = takes > warps or splits * tiles > teams * SMS
+    ahead = several and k == STEP * splits * take * warps * ceil_div(takes, warps)
+    return QmvTile(rows, take, warps, teams, 1, ahead, True, splits)
 
 
 def _qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int) -> QmvTile:
+    """What 3,484 timings of 23 shapes with 1, 2, 4 and 8 rows came down to: 1 % behind the best
+    tile on average, 13 % at worst (kernels/qmv/WORKLOG.md).
+    """
     steps, tiles = ceil_div(k, STEP), ceil_div(n, 16)
     few, many = tiles <= SMS, tiles > 4 * SMS
-    turned = rows > group // 16 and group < 128 and k % STEP == 0
     slim = scale_bytes == 2 and group > 32  # factors leave registers for more than 16 warps an SM
     most = 28 if slim else 16
     # Takes of four steps where rows of w are long, or many; warps that share K evenly.
@@ -98,7 +166,7 @@ def _qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int) -> QmvTil
     warps = ceil_div(takes, ceil_div(takes, widest))
     even = takes % warps == 0
     if few:
-        return QmvTile(rows, take, warps, 1, max(1, min(4, 20 // warps)), False, turned)
+        return QmvTile(rows, take, warps, 1, max(1, min(4, 20 // warps)))
     # Teams side by side: as many as have a tile, if there is room for them.
     if take == 4:
         room = min(4, 16 // warps) if many or (2 * tiles <= 3 * SMS and warps <= 8) else 1
@@ -115,7 +183,7 @@ def _qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int) -> QmvTil
     # Few rows: blocks in place of teams, each with an x of its own.
     apart = rows <= 2 and warps <= 8 and warps * take >= 8 * rows
     teams, blocks = (1, beside) if apart else (beside, 1)
-    return QmvTile(rows, take, warps, teams, blocks, ahead, turned)
+    return QmvTile(rows, take, warps, teams, blocks, ahead)
 
 
 class MmaTile(NamedTuple):
@@ -138,7 +206,7 @@ class MmaTile(NamedTuple):
         """How many fit (four at most), and the bytes of shared memory."""
         units = 64 // min(group, 64)
         stage = self.wk * (self.bm * 128 + self.bn * 32 + units * self.bm * 4)
-        count = min(4, SHARED // stage)
+        count = min(4, shared_memory() // stage)
         # The sums at the end take the stages' place.
         return count, max(count * stage, self.wk * self.bm * (self.bn + 4) * 4)
 
@@ -185,13 +253,6 @@ WGMMA_TILES = {
     WgmmaTile(128, 3, 6, 1, 2): 657,
     WgmmaTile(128, 4, 6, 1, 1): 735,
     WgmmaTile(256, 2, 3, 1, 1): 822,
-}
-
-# Clusters that run at a time, by how many blocks an SM holds and a cluster has: none spans two of
-# the groups of 16 or 18 SMs that the chip is made of (cuOccupancyMaxActiveClusters on an H200).
-CLUSTERS = {
-    1: {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15},
-    2: {1: 264, 2: 132, 3: 79, 4: 62, 5: 47, 6: 39, 8: 30},
 }
 
 

@@ -68,14 +68,14 @@ def _products(generation: int) -> None:
             m = _matrix(Quantization(4, group), scales)
             # One for each number of passes and each kind of tile: few, some or many rows of w.
             for n in (8, 3000, 9000) if dtype == scales == bf16 else (9000,):
-                for rows in (1, 2, 4, 8):
+                for rows in (1, 2, 4, 8, 16) if dtype == scales else (1, 2, 4, 8):
                     x = mx.zeros((rows, m.k), dtype)
                     wide = _matrix(m.spec, scales, n)
                     _cuda.qmv(x, wide, **(none if dtype == f16 else all_behind(x, n)))
             # One for each number of steps a take, and of warps.
             for k in (640, 1024, 2048, 9728, 14336) if dtype == bf16 else ():
                 for n in (8, 3000, 9000) if group == 64 else (3000,):
-                    for rows in (1, 4):
+                    for rows in (1, 4, 8, 16) if n == 3000 and dtype == scales else (1, 4):
                         x = mx.zeros((rows, k), dtype)
                         _cuda.qmv(x, _matrix(m.spec, scales, n, k), **none)
             for rows in (16, 17, 33, 64, 128):  # one for each tile of mma

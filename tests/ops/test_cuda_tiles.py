@@ -9,25 +9,32 @@ from qrun.ops._cuda_launch import ceil_div
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("scale_bytes", [2, 4])
-def test_qmv_tiles_are_what_the_kernel_bears(group: int, scale_bytes: int) -> None:
+@pytest.mark.parametrize("scales", ["float32", "of 16 bits", "of x's type", "and clusters"])
+def test_qmv_tiles_are_what_the_kernel_bears(group: int, scales: str) -> None:
+    scale_bytes, clusters = 4 if scales == "float32" else 2, scales == "and clusters"
+    alike = clusters or scales == "of x's type"
     lengths = [*range(group, 20 * group, group), 1024, 2048, 2560, 4096, 8192, 9728, 14336, 28672]
     for k in (*lengths, tiles.LONGEST - group, tiles.LONGEST):
         for n in (1, 16, 576, 2112, 2113, 3072, 4096, 6144, 8449, 28672, 151936):
             for rows in range(1, 17):
-                tile = tiles.qmv_tile(rows, n, k, group, scale_bytes)
-                steps = ceil_div(k, tiles.STEP)
-                assert 1 <= tile.rows <= min(rows, 8)
+                tile = tiles.qmv_tile(rows, n, k, group, scale_bytes, alike, clusters)
+                steps = ceil_div(ceil_div(k, tiles.STEP), tile.splits)
+                assert 1 <= tile.rows <= (16 if alike else min(rows, 8))
                 assert 1 <= tile.warps <= ceil_div(steps, tile.take)
                 assert tile.threads <= 1024
                 assert tile.threads * tile.blocks <= 2048
-                assert tile.blocks * (tile.shared(k, group) + 1024) <= tiles.SHARED
+                assert tile.blocks * (tile.shared(n, k, group) + 1024) <= tiles.SHARED
                 if tile.take > 1:  # wide loads of factors, and no end of K within a take
                     assert k % (tiles.STEP * tile.take) == 0
-                if tile.turned:
-                    assert k % tiles.STEP == 0
                 if tile.ahead:
-                    assert ceil_div(steps, tile.take) == tile.warps * tile.rounds(k)
+                    takes = tile.splits * tile.warps * tile.rounds(k)
+                    assert k == tiles.STEP * tile.take * takes
+                if tile.dequantized:
+                    assert alike
+                else:
+                    assert tile.rows <= 8
+                if tile.splits > 1:
+                    assert clusters and tile.dequantized
 
 
 @pytest.mark.parametrize("n", [64, 1000, 4096, 28672, 151936])
