@@ -181,7 +181,8 @@ def products() -> Iterator[Case]:
         yield product(_by(tile), (tile.rows, 6403, 512), q4(group), HF, HF)
     for k, tile in UNEVEN:
         extras = "n" if tile.splits == 1 else "b"
-        yield product(_by(tile), (max(1, tile.rows - 1), 6406, k), q4(32), BF, BF, extras)
+        shape, group = (max(1, tile.rows - 1), 6406, k), 32 if k % 64 else 64
+        yield product(_by(tile), shape, q4(group), BF, BF, extras)
     if _cuda_product.generation() == 9:
         yield from wgmma_products()
     yield product(qmv, (5, 33, 672), q4(32), BF, BF, "nbr")
