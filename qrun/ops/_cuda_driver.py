@@ -11,7 +11,6 @@ import threading
 from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from functools import cache
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from qrun.errors import BackendError
@@ -23,7 +22,7 @@ COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _
 MULTIPROCESSORS = 16
 SHARED_OF_SM = 81  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-SHARED_PERCENT = 44  # at least, of an SM's shared memory: what streams through L1 wants the rest
+SHARED_PERCENT = 44  # of an SM's memory: what streams through L1 wants the rest
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 STREAM_NON_BLOCKING = 1
@@ -144,10 +143,11 @@ def function(kernel: Kernel) -> c_void_p:
         call("cuModuleGetFunction", byref(found), module, kernel.name.encode())
         if kernel.shape.shared > 48 * 1024:
             call("cuFuncSetAttribute", found, MAX_DYNAMIC_SHARED, kernel.shape.shared)
-        # Kernels can share an SM, and so start early, where they cut its memory alike.
-        needed = ceil(kernel.shape.blocks * (kernel.shape.shared + 1024) * 100 / shared_memory())
-        percent = min(100, max(SHARED_PERCENT, needed))
-        call("cuFuncSetAttribute", found, PREFERRED_CARVEOUT, percent)
+        # Kernels can share an SM, and so start early, where they cut its memory alike. For those
+        # that need more, what the driver takes is better than any wish.
+        needed = kernel.shape.blocks * (kernel.shape.shared + 1024)
+        if needed <= shared_memory() * SHARED_PERCENT / 100:
+            call("cuFuncSetAttribute", found, PREFERRED_CARVEOUT, SHARED_PERCENT)
         _functions[kernel.name] = found
     return found
 
