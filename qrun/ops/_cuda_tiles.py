@@ -134,10 +134,9 @@ def _dequantized_tile(rows: int, n: int, k: int, splits: int) -> QmvTile:
         take = 1
     takes = ceil_div(steps, take)
     warps = ceil_div(takes, ceil_div(takes, most))
-    if (
-        splits == 1 and tiles <= 3 * SMS
-    ):  # a second team has no tile, perhaps, but x is there sooner
-        teams = max(1, 16 // warps)
+    if splits == 1 and tiles <= 3 * SMS:  # a second team puts x in order sooner, if no more
+        room = 24 if rows <= 8 < warps and tiles <= SMS else 16
+        teams = max(1, room // warps)
     several = takes > warps or splits * tiles > teams * SMS
     ahead = several and k == STEP * splits * take * warps * ceil_div(takes, warps)
     return QmvTile(rows, take, warps, teams, 1, ahead, True, splits)
@@ -165,6 +164,8 @@ def _qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int) -> QmvTil
     takes = ceil_div(steps, take)
     warps = ceil_div(takes, ceil_div(takes, widest))
     even = takes % warps == 0
+    if few and steps <= 8:
+        return QmvTile(rows, take, warps, 2, 1)  # the second team puts x in order sooner
     if few:
         return QmvTile(rows, take, warps, 1, max(1, min(4, 20 // warps)))
     # Teams side by side: as many as have a tile, if there is room for them.
