@@ -46,16 +46,35 @@ static double peak_of_unit(long rounds) {
 #endif
 }
 
+#ifdef QRUN_PAIR_SUMS
+template <int DOTS, int PART = 0>
+static inline void add_dots(i32x16& acc, i32x16 codes, const int8_t* x) {
+  PairSums sum = pairs(part_of<PART>(codes), x);
+  QRUN_UNROLL
+  for (int i = 1; i < DOTS; i++) sum = sum + pairs(part_of<PART>(codes), x + 4 * i);
+  add_pairs<PART>(acc, sum);
+  if constexpr (PART + 1 < kPairParts) add_dots<DOTS, PART + 1>(acc, codes, x);
+}
+#endif
+
 // kind 0: float multiply-add; 1: byte dot product; 2: dot of the matrix unit. Twelve independent
-// chains hide the latency, if all loops are unrolled: one that is not keeps them in memory.
+// registers hide the latency, if all loops are unrolled: one that is not keeps them in memory.
+// What they begin with comes from memory: a lane vector of two or four registers alike would be
+// computed once.
 double peak(int kind, long rounds) {
   if (kind == 2) return peak_of_unit(rounds / 16);
+#ifdef __AVX512F__
   constexpr int chains = 12;
+#else
+  constexpr int chains = 6;  // of two registers, or four
+#endif
   static volatile int zero = 0;
   if (kind == 0) {
     f32x16 acc[chains], a = splat(1.0f + zero), b = splat(0.0f + zero);
+    alignas(64) float from[16 * chains] = {};
+    from[zero] = 1;
     QRUN_UNROLL
-    for (int i = 0; i < chains; i++) acc[i] = splat((float)i);
+    for (int i = 0; i < chains; i++) acc[i] = load(from + 16 * i);
     for (long r = 0; r < rounds; r++) QRUN_UNROLL
     for (int i = 0; i < chains; i++) acc[i] = fma(acc[i], a, b);
     f32x16 s = splat(0);
@@ -65,19 +84,35 @@ double peak(int kind, long rounds) {
     (void)sink;
     return 2.0 * 16 * chains * rounds;
   }
-  i32x16 acc[chains], codes = splat_i(zero + 0x01020304);
-  alignas(64) int8_t x[4 * chains] = {};
-  x[zero] = 1;
+  alignas(64) int8_t from[64] = {};
+  from[zero] = 1;
+  i32x16 acc[chains], codes = load_i(from);
   QRUN_UNROLL
   for (int i = 0; i < chains; i++) acc[i] = splat_i(i);
+#ifdef QRUN_PAIR_SUMS
+  constexpr int dots = 8;  // in 16 bits, for one step to 32, as in qmv.cpp
+  rounds /= dots;
+  alignas(64) int8_t x[4 * chains * dots] = {};
+  x[zero] = 1;
+  const i32x16 other = splat_i(zero);  // 0, but who knows: no product may leave the loop
+  for (long r = 0; r < rounds; r++) {
+    codes = codes + other;
+    QRUN_UNROLL
+    for (int i = 0; i < chains; i++) add_dots<dots>(acc[i], codes, x + 4 * dots * i);
+  }
+#else
+  constexpr int dots = 1;
+  alignas(64) int8_t x[4 * chains] = {};
+  x[zero] = 1;
   for (long r = 0; r < rounds; r++) QRUN_UNROLL
   for (int i = 0; i < chains; i++) acc[i] = dot_small(acc[i], codes, x + 4 * i);
+#endif
   i32x16 s = splat_i(0);
   QRUN_UNROLL
   for (int i = 0; i < chains; i++) s = s + acc[i];
   volatile int sink = sum(s);
   (void)sink;
-  return 2.0 * 64 * chains * rounds;
+  return 2.0 * 64 * dots * chains * rounds;
 }
 
 }  // namespace qrun::QRUN_NS

@@ -139,6 +139,30 @@ static inline i32x16 dot_byte(i32x16 acc, i32x16 codes, const int8_t* p) {
 #endif
 }
 
+// Without VNNI: the products of pairs of bytes, summed in 16 bits for as long as they fit, so that
+// widening to 32 bits is paid once and not with every dot product.
+#ifndef __AVX512VNNI__
+#define QRUN_PAIR_SUMS
+struct PairSums {
+  __m512i v;
+};
+constexpr int kPairParts = 1;  // of a lane vector's sixteen lanes
+static inline PairSums pairs(PairSums codes, const int8_t* p) {
+  int x;
+  __builtin_memcpy(&x, p, 4);
+  return {_mm512_maddubs_epi16(codes.v, _mm512_set1_epi32(x))};
+}
+static inline PairSums operator+(PairSums a, PairSums b) { return {_mm512_add_epi16(a.v, b.v)}; }
+template <int PART>
+static inline PairSums part_of(i32x16 codes) {
+  return {codes.v};
+}
+template <int PART>
+static inline void add_pairs(i32x16& acc, PairSums a) {
+  acc.v = _mm512_add_epi32(acc.v, _mm512_madd_epi16(a.v, _mm512_set1_epi16(1)));
+}
+#endif
+
 // Lanes 0 2 4 .. of a and b, and lanes 1 3 5 ..
 static inline void unzip(f32x16 a, f32x16 b, f32x16& even, f32x16& odd) {
   const __m512i first =

@@ -21,6 +21,46 @@ namespace qrun::QRUN_NS {
 // Bytes: from memory into L2, and on into L1. 1 KB ahead from memory is worse than none.
 constexpr int kAhead = 8192, kNear = 4096;
 
+#ifdef QRUN_PAIR_SUMS
+// s += the dot products of LINES lines of 4-bit codes with MT*D runs of digits, where a byte dot
+// product is three instructions: multiply bytes to sums of two in 16 bits, sum pairs of those to
+// 32, add. Eight products of codes up to 15 fit into 16 bits (8 * 2 * 15 * 128 = 30720), five of
+// codes up to 24: the first two add up there, and the step to 32 bits comes once for all of them.
+// So the codes of the lines stay in registers and the sums pass by, one after the other.
+template <bool FP4, int LINES, int D, int MT, int CHUNK, int PART = 0>
+static inline void dot_lines(i32x16 (&s)[MT][D], const uint8_t* p, const int8_t* x) {
+  constexpr int most = FP4 ? 4 : 8;
+  static_assert(LINES * 2 <= most || LINES * 2 % most == 0);
+  const i32x16 mask = splat_i(0x0f0f0f0f);
+  PairSums codes[LINES * 2];
+  QRUN_UNROLL
+  for (int i = 0; i < LINES; i++) {
+    const i32x16 line = load_i(p + i * 64);
+    i32x16 even = line & mask, odd = shr<4>(line) & mask;
+    if constexpr (FP4) {
+      even = lookup(kFp4, even);
+      odd = lookup(kFp4, odd);
+    }
+    codes[2 * i] = part_of<PART>(even);
+    codes[2 * i + 1] = part_of<PART>(odd);
+  }
+  QRUN_UNROLL
+  for (int m = 0; m < MT; m++) QRUN_UNROLL
+  for (int d = 0; d < D; d++) {
+    const int8_t* digits = x + (m * D + d) * CHUNK;
+    QRUN_UNROLL
+    for (int i = 0; i < LINES * 2; i += most) {
+      PairSums sum = pairs(codes[i], digits + i * 4);
+      QRUN_UNROLL
+      for (int j = i + 1; j < i + most && j < LINES * 2; j++)
+        sum = sum + pairs(codes[j], digits + j * 4);
+      add_pairs<PART>(s[m][d], sum);
+    }
+  }
+  if constexpr (PART + 1 < kPairParts) dot_lines<FP4, LINES, D, MT, CHUNK, PART + 1>(s, p, x);
+}
+#endif
+
 template <int BITS, bool FP4, int CHUNK, int D, int MT>
 static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int block, int t) {
   const uint8_t* p = w.data + block * w.block_bytes();
@@ -30,7 +70,12 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
   const size_t scales_bytes = kLanes * size_of(w.scales);
   // A dot product takes 5 cycles and two start in each: few sums need twice the chains.
   constexpr int LINES = BITS * CHUNK / 32;  // dwords of a lane in a chunk
-  constexpr bool two_chains = BITS == 4 && MT * D <= 6;
+#ifdef QRUN_PAIR_SUMS
+  constexpr bool pair_sums = BITS == 4;
+#else
+  constexpr bool pair_sums = false;
+#endif
+  constexpr bool two_chains = BITS == 4 && MT * D <= 6 && !pair_sums;
   f32x16 acc[MT], total[MT];
   QRUN_UNROLL
   for (int m = 0; m < MT; m++) acc[m] = total[m] = splat(0);
@@ -55,6 +100,7 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
       for (int i = 0; i < LINES; i++) {
         prefetch(p + i * 64 + kAhead);
         prefetch_near(p + i * 64 + kNear);
+        if constexpr (pair_sums) continue;
         i32x16 codes = load_i(p + i * 64);
         if constexpr (BITS == 8) {
           QRUN_UNROLL
@@ -78,6 +124,9 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
             odd_sums[m][d] = dot_small(odd_sums[m][d], odd, x + (m * D + d) * CHUNK + i * 8 + 4);
         }
       }
+#ifdef QRUN_PAIR_SUMS
+      if constexpr (pair_sums) dot_lines<FP4, LINES, D, MT, CHUNK>(s, p, x);
+#endif
       p += LINES * 64;
       x += MT * D * CHUNK;
     }

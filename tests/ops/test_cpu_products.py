@@ -324,6 +324,46 @@ def test_microscaling_formats(isa: str, mode: str, bits: int, group: int) -> Non
         np.testing.assert_array_equal(times(x)[:fewer], times(x[:fewer]))
 
 
+# Whole numbers whose digits are all at an end (the most significant one as far as x goes there),
+# by the count of digits: a group's largest makes its scale a power of two, here 1.
+EXTREMES = {
+    1: [[127], [-127]],
+    2: [[127, -128], [-127, 127], [126, 127], [-126, -128]],
+    3: [[127, -128, -128], [-127, 127, 127], [126, -128, 127], [-126, 127, -128]],
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "bits", "group"),
+    [("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)] + MICROSCALING[:2],
+)
+@pytest.mark.parametrize("count", EXTREMES)
+def test_the_largest_sums(isa: str, mode: str, bits: int, group: int, count: int) -> None:
+    """Largest codes against digits at their ends: sums in 16 bits must not overflow."""
+    n, k = 33, 256
+    affine = mode == "affine"
+    codes = np.full((n, k), (1 << bits) - 1 if affine else 7, np.uint8)
+    w = mx.array(tiny.pack_bits(codes, bits))
+    if affine:
+        scales = mx.ones((n, k // group))
+        packed = ext.pack(w, scales, mx.zeros(scales.shape), bits, group)
+        dense = codes.astype(np.float64)
+    else:
+        bytes_ = np.full((n, k // group), 56 if mode == "nvfp4" else 127, np.uint8)
+        packed = ext.pack(w, mx.array(bytes_), None, bits, group, mode=mode)
+        dense = dequantize_ref(np.array(w), bytes_, None, Quantization(bits, group, mode))
+        assert (dense == 6).all()
+    numbers = [np.polyval(digits, 256) for digits in EXTREMES[count]]
+    for m in (1, 4, 8, 16):
+        for first in range(len(numbers)):
+            x = np.array([[numbers[(first + row) % len(numbers)]] * k for row in range(m)])
+            got = ext.qmv(
+                mx.array(x.astype(np.float32)), packed, n, k, bits, group, scale_dtype=mx.float32,
+                mode=mode, activations={1: "int8", 2: "default", 3: "exact"}[count],
+            )  # fmt: skip
+            np.testing.assert_allclose(ref.f64(got), x @ dense.astype(np.float64).T, rtol=2e-6)
+
+
 @pytest.mark.parametrize(("mode", "bits", "group"), MICROSCALING)
 def test_scales_at_the_ends(mode: str, bits: int, group: int) -> None:
     """The smallest and the largest scale, and NaN: of a scale, and of a code where there is one."""
