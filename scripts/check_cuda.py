@@ -50,6 +50,7 @@ TILES = (
     (32, QmvTile(4, take=2, warps=1, teams=1, blocks=1, ahead=True, dequantized=True)),
     (64, QmvTile(8, take=2, warps=1, teams=2, blocks=1, dequantized=True, splits=2)),
     (32, QmvTile(16, take=1, warps=1, teams=1, blocks=1, ahead=True, dequantized=True, splits=4)),
+    (64, QmvTile(4, take=2, warps=1, teams=1, blocks=1, ahead=True, splits=2)),
 )
 # With the end of K within a take, and a warp whose last round is empty.
 UNEVEN = (

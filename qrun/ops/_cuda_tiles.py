@@ -109,6 +109,12 @@ def qmv_tile(
             tile = _dequantized_tile(rows, n, k, splits)
             if tile.shared(n, k, group) <= room - 1024:
                 return tile
+    pairs = k // (4 * STEP)  # takes of two steps, of each half of K
+    if alike and clusters and 2 < rows <= 4 and pairs >= 24 and k % (4 * STEP) == 0:
+        warps = ceil_div(pairs, ceil_div(pairs, 16))
+        tile = QmvTile(rows, 2, warps, 1, 1, pairs % warps == 0, splits=2)
+        if tile.shared(n, k, group) <= room - 1024:
+            return tile
     rows = ceil_div(rows, ceil_div(rows, 8))
     while True:
         tile = _qmv_tile(rows, n, k, group, scale_bytes)
