@@ -207,9 +207,9 @@ struct Qmv {
   // in its place, if AHEAD.
   __device__ __forceinline__ void multiply(float (&sums)[PASSES][4], Held& held, int take,
                                            const From& next) const {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, band = t * BANDS / 4;
     // Column g of b carries the group of this lane's k, or nothing.
-    const uint4* b_of = (BANDS == 1 || g / COLS == t * BANDS / 4 ? shared_x + take * SLICE : zeros) + t;
+    const uint4* b_of = (g / COLS == band ? shared_x + take * SLICE : zeros) + t;
     Scales later;
     if (AHEAD) load_scales(later, next);
 #pragma unroll
@@ -217,7 +217,7 @@ struct Qmv {
       if constexpr (DEQUANTIZED)
         multiply_weights(sums, held, b_of, s);
       else
-        multiply_codes(sums, held, b_of, take, s);
+        multiply_codes(sums, held, b_of, take, s, band);
       if (AHEAD) load_step(held, s, next);
     }
     if (AHEAD) held.of = later;
@@ -230,7 +230,7 @@ struct Qmv {
   }
 
   __device__ __forceinline__ void multiply_codes(float (&sums)[PASSES][4], const Held& held, const uint4* b_of,
-                                                 int take, int s) const {
+                                                 int take, int s, int band) const {
     float even[PASSES][4] = {}, odd[PASSES][4] = {};
 #pragma unroll
     for (int j = 0; j < WORDS; j++) {
@@ -244,7 +244,7 @@ struct Qmv {
         mma(odd[p], b, v.z, v.w, T());
       }
     }
-    add(sums, even, odd, held.of, take, s, threadIdx.x % 4 * PARTS / 4);
+    add(sums, even, odd, held.of, take, s, band);
   }
 
   __device__ __forceinline__ void multiply_weights(float (&sums)[PASSES][4], const Held& held, const uint4* b_of,

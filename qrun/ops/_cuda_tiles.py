@@ -115,7 +115,8 @@ def qmv_tile(
         tile = QmvTile(rows, 2, warps, 1, 1, pairs % warps == 0, splits=2)
         if tile.shared(n, k, group) <= room - 1024:
             return tile
-    rows = ceil_div(rows, ceil_div(rows, 8))
+    most = min(8, group // 8)  # two passes of the tensor cores: more want too many registers
+    rows = ceil_div(rows, ceil_div(rows, most))
     while True:
         tile = _qmv_tile(rows, n, k, group, scale_bytes)
         if tile.shared(n, k, group) <= room // tile.blocks - 1024:
