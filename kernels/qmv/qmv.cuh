@@ -54,7 +54,7 @@ namespace qrun {
 template <typename T, typename S, int GROUP, int M, int TAKE, int WARPS, int ROUNDS, int TEAMS, bool AHEAD,
           bool WEIGHTS = false, int SPLITS = 1>
 struct Qmv {
-  static constexpr bool DEQUANTIZED = WEIGHTS;
+  static constexpr bool DEQUANTIZED = WEIGHTS;  // for qmv_x.cuh and qmv_y.cuh, too
   static constexpr int WORDS = 4, ROWS = 16, STEP = 32 * WORDS, SPAN = TAKE * STEP;
   static constexpr int THREADS = 32 * WARPS * TEAMS;
   static constexpr int PARTS = STEP / GROUP;               // groups in a step
