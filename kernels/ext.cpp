@@ -111,11 +111,12 @@ NB_MODULE(_ext, m) {
       .def("__call__", &qrun::Program::operator(), "inputs"_a, "after"_a);
 
   m.def("isa", [] { return qrun::kernels().name; });
+  m.def("fast_dots", [] { return qrun::kernels().fast_dots; });
   m.def("force_isa", [](const std::string& name) { qrun::force_isa(name.c_str()); }, "name"_a);
   m.def("threads", &qrun::threads);
   m.def("set_threads", &qrun::set_threads, "n"_a);
   m.def("read_bandwidth", &qrun::read_bandwidth, "bytes"_a, "threads"_a = 0);
-  m.def("peak_flops", &qrun::peak_flops, "kind"_a);
+  m.def("peak_flops", &qrun::peak_flops, "kind"_a, "threads"_a = 0);
   m.def("trim", &qrun::trim);
   m.def(
       "blank",

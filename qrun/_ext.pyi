@@ -158,6 +158,9 @@ def isa() -> str:
     """The instruction set in use: the best this machine has, or QRUN_ISA's."""
 
 def force_isa(name: str) -> None: ...
+def fast_dots() -> bool:
+    """Whether its vectors have a dot product of bytes (VNNI, NEON's)."""
+
 def threads() -> int: ...
 def set_threads(n: int) -> None:
     """0: QRUN_NUM_THREADS, or as many as affinity and cgroup allow."""
@@ -165,8 +168,11 @@ def set_threads(n: int) -> None:
 def read_bandwidth(bytes: int, threads: int = 0) -> float:
     """GB/s of one pass of a loop that only reads; threads 1, or 0 for the whole pool."""
 
-def peak_flops(kind: Literal["f32", "int8", "unit"]) -> float:
-    """GOP/s of one thread's multiply-adds, counted as two; "unit": the matrix unit's, 0 without."""
+def peak_flops(kind: Literal["f32", "int8", "unit"], threads: int = 0) -> float:
+    """GOP/s of multiply-adds, counted as two, of 1 thread, or 0 for the whole pool together.
+
+    "unit": the matrix unit's, 0 without.
+    """
 
 def trim() -> None:
     """Give the pages of freed memory back to the system, where malloc keeps them."""

@@ -197,15 +197,18 @@ def peak_rate(dtype: mx.Dtype = mx.float32) -> float | None:
     """GFLOP/s that the instructions of qmm reach right now on all threads; None without `threads`.
 
     dtype: of x, which is taken apart into three numbers of 8 bits, or two; bfloat16 is one where
-    there is a matrix unit (kernels/qmm/README.md).
+    there is a matrix unit, and float32 stays as it is where neither the unit nor vectors have a
+    dot product of bytes (kernels/qmm/README.md).
     """
     if not threads():
         return None
     from qrun import _ext
 
     unit = _ext.peak_flops("unit")
+    if not unit and not _ext.fast_dots() and dtype == mx.float32:
+        return _ext.peak_flops("f32")
     parts = 3 if dtype == mx.float32 else 1 if unit and dtype == mx.bfloat16 else 2
-    return (unit or _ext.peak_flops("int8")) / parts * _ext.threads()
+    return (unit or _ext.peak_flops("int8")) / parts
 
 
 def bench_kernels(

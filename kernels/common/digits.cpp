@@ -82,7 +82,9 @@ static void prepare_row(const Prologue& p, const Digits& d, int tile, int r) {
 }
 
 void prepare(const Prologue& p, const Digits& d, int tile0, int tile1) {
-  if (d.tile == kUnitRows) return prepare_terms(p, d, tile0, tile1);
+  if (d.tile == kUnitRows)
+    return d.count == kFloats ? prepare_panels(p, d, tile0, tile1)
+                              : prepare_terms(p, d, tile0, tile1);
   for (int t = tile0; t < tile1; t++)
     for (int r = 0; r < rows_in_tile(d, t); r++) {
       if (d.count == 1)

@@ -6,10 +6,13 @@ namespace qrun::QRUN_NS {
 
 void prepare(const Prologue&, const Digits&, int tile0, int tile1);
 void prepare_terms(const Prologue&, const Digits&, int tile0, int tile1);
+void prepare_panels(const Prologue&, const Digits&, int tile0, int tile1);
 void product(const Matrix&, const Digits&, const Epilogue&, int block0, int block1, int tile0,
              int tile1);
 void product_fp8(const Matrix&, const Digits&, const Epilogue&, int block0, int block1, int tile0,
                  int tile1);
+void product_panels(const Matrix&, const Digits&, const Epilogue&, int block0, int block1,
+                    int tile0, int tile1);
 // Null where the instruction set has no matrix unit.
 using ProductTiled = void (*)(const Matrix&, const Digits&, const Epilogue&, int, int, int, int);
 extern const ProductTiled product_tiled, product_few;

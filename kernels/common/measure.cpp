@@ -5,6 +5,8 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <numeric>
+#include <vector>
 
 #include "op.h"
 #include "pool.h"
@@ -56,17 +58,25 @@ double read_bandwidth(size_t bytes, int use) {
   return steps * step / (seconds() - start) / 1e9;
 }
 
-// GOP/s of one thread, multiply and add counted as two. kind: "f32", "int8", or "unit" for the
-// matrix unit, 0 where there is none.
-double peak_flops(const std::string& kind) {
+// GOP/s of all threads together (they may share a core), or of one; multiply and add counted as
+// two. kind: "f32", "int8", or "unit" for the matrix unit, 0 where there is none.
+double peak_flops(const std::string& kind, int use) {
   require(kind == "f32" || kind == "int8" || kind == "unit",
           "peak_flops: kind must be f32, int8 or unit");
   const int number = kind == "f32" ? 0 : kind == "int8" ? 1 : 2;
   double best = 0;
   for (int i = 0; i < 5; i++) {
+    std::vector<double> operations(use == 1 ? 1 : threads());
+    const auto pass = [&](int i0, int i1) {
+      for (int t = i0; t < i1; t++) operations[t] = kernels().peak(number, 200000);
+    };
     const double start = seconds();
-    const double operations = kernels().peak(number, 200000);
-    best = std::max(best, operations / (seconds() - start) / 1e9);
+    if (use == 1)
+      pass(0, 1);
+    else
+      parallel(threads(), 1, pass);
+    const double all = std::accumulate(operations.begin(), operations.end(), 0.0);
+    best = std::max(best, all / (seconds() - start) / 1e9);
   }
   return best;
 }

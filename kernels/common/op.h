@@ -153,7 +153,7 @@ mx::array sdpa(const mx::array& q, const mx::array& k_cache, const mx::array& v_
                const mx::array& offset, float scale, int window, float softcap);
 
 double read_bandwidth(size_t bytes, int threads);
-double peak_flops(const std::string& kind);
+double peak_flops(const std::string& kind, int use);
 mx::array guarded(const mx::array& a);
 
 }  // namespace qrun

@@ -61,11 +61,12 @@ struct Digits {
   size_t meta_floats() const { return rows() * 2 * (k / group); }
 };
 
-// Heights for which kernels exist, 16 on a matrix unit; spare rows are zero.
+// Heights for which kernels exist, 16 on a matrix unit and for panels; spare rows are zero.
 constexpr int kUnitRows = 16;
-// There, the digits are bfloat16 terms of x (qmm/terms.cpp): (tiles, k/32, count, 16, 32), and of
-// meta's pairs the first number is the row's own scale, the same in every group.
-inline int Digits::bytes() const { return tile == kUnitRows ? 2 : 1; }
+// On the unit the digits are bfloat16 terms of x (qmm/terms.cpp): (tiles, k/32, count, 16, 32), and
+// of meta's pairs the first number is the row's own scale, the same in every group. For panels they
+// are x itself, (tiles, k, 16) float32, and there is no meta.
+inline int Digits::bytes() const { return tile == kUnitRows && count != kFloats ? 2 : 1; }
 static inline int tile_height(int r) {
   return r <= 2 ? r : r <= 4 ? 4 : r <= 6 ? 6 : r <= 8 ? 8 : kUnitRows;
 }
@@ -173,6 +174,11 @@ struct Kernels {
   void (*prepare)(const Prologue&, const Digits&, int tile0, int tile1);
   void (*product)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1, int tile0,
                   int tile1);
+  // The same by float multiply-adds: tiles of 16 rows of x, which are floats.
+  void (*product_panels)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1,
+                         int tile0, int tile1);
+  int panels_from;  // rows of x that they pay for
+  bool fast_dots;   // bytes have a dot product of their own
   // The same on a matrix unit (AMX), or null: tiles of 16 rows of x.
   void (*product_tiled)(const Matrix&, const Digits&, const Epilogue&, int block0, int block1,
                         int tile0, int tile1);

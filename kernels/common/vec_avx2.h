@@ -14,6 +14,8 @@ struct i32x16 {
 };
 
 constexpr int kMaxTile[kMaxDigits + 1] = {0, 4, 2, 1};
+constexpr int kGridRows = 6, kGridBlocks = 1, kPanelsFrom = 9;  // of products of floats
+constexpr bool kFastDots = false;
 
 static inline f32x16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 static inline f32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }

@@ -15,6 +15,14 @@ struct i32x16 {
 
 // Register grid of the product (kernels/qmm/README.md counts the registers): rows of x by digits.
 constexpr int kMaxTile[kMaxDigits + 1] = {0, 8, 8, 6};
+// The same of products of floats (qmm/panels.cpp): rows of x at most, blocks of w. They pay from so
+// many rows of x on, where they pay.
+constexpr int kGridRows = 8, kGridBlocks = 2, kPanelsFrom = 16;
+#ifdef __AVX512VNNI__
+constexpr bool kFastDots = true;
+#else
+constexpr bool kFastDots = false;
+#endif
 
 static inline f32x16 splat(float x) { return {_mm512_set1_ps(x)}; }
 static inline f32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }

@@ -15,6 +15,8 @@ struct i32x16 {
 };
 
 constexpr int kMaxTile[kMaxDigits + 1] = {0, 4, 2, 1};
+constexpr int kGridRows = 6, kGridBlocks = 1, kPanelsFrom = 9;  // of products of floats
+constexpr bool kFastDots = true;
 
 #define QRUN_EACH(expr)                                                  \
   _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) { r.v[i] = expr; } \

@@ -12,6 +12,8 @@ struct i32x16 {
 };
 
 constexpr int kMaxTile[kMaxDigits + 1] = {0, 4, 2, 2};
+constexpr int kGridRows = 4, kGridBlocks = 1, kPanelsFrom = 9;  // of products of floats
+constexpr bool kFastDots = false;
 
 #define QRUN_EACH(expr)                \
   {                                    \

@@ -15,7 +15,7 @@
 namespace qrun {
 namespace {
 
-// Sixteen tokens of eight experts each: up to here any number of rows gives a row the same bits.
+// Sixteen tokens of eight experts each: up to here x has as many digits.
 constexpr int kAlikeRows = 128;
 
 struct Run {
@@ -60,21 +60,13 @@ class GatherQmm : public CpuPrimitive {
     const int* expert;  // (rows,)
     const int* row;     // (rows,), or null: row r of x
     int experts, x_rows, rows, count;
-    int8_t* digits;
-    float* meta;
 
     std::vector<Run> runs() const {
       std::vector<Run> found;
-      int8_t* at = digits;
-      float* meta_at = meta;
       for (int r = 0, end; r < rows; r = end) {
         for (end = r + 1; end < rows && expert[end] == expert[r];) end++;
-        Digits d = digits_of(*kernels, w, end - r, count, e.type == Type::bf16);
-        d.digits = at;
-        d.meta = meta_at;
-        at += d.digits_bytes();
-        meta_at += d.meta_floats();
-        found.push_back({expert[r], r, d});
+        found.push_back(
+            {expert[r], r, digits_of(*kernels, w, end - r, count, e.type == Type::bf16)});
       }
       return found;
     }
@@ -95,21 +87,27 @@ class GatherQmm : public CpuPrimitive {
                        run.x, tile0, tile1);
     }
 
-    void run() {
-      // The rows that fill up tiles are at most as many as there are (9 of 16). On a matrix unit a
-      // digit is a bfloat16.
-      const size_t most = 2 * static_cast<size_t>(rows);
-      const size_t digits_bytes = in_lines(2 * most * count * w.k);
-      const size_t meta_bytes = most * 2 * (w.k / w.group) * sizeof(float);
-      const Lease lease(digits_bytes + meta_bytes);
-      digits = reinterpret_cast<int8_t*>(lease.data());
-      meta = reinterpret_cast<float*>(digits + digits_bytes);
+    void run() const {
       check();
-      compute();
+      std::vector<Run> all = runs();
+      size_t digits_bytes = 0, meta_floats = 0;
+      for (const Run& run : all) {
+        digits_bytes += in_lines(run.x.digits_bytes());
+        meta_floats += run.x.meta_floats();
+      }
+      const Lease lease(digits_bytes + meta_floats * sizeof(float));
+      int8_t* digits = reinterpret_cast<int8_t*>(lease.data());
+      float* meta = reinterpret_cast<float*>(digits + digits_bytes);
+      for (Run& run : all) {
+        run.x.digits = digits;
+        run.x.meta = meta;
+        digits += in_lines(run.x.digits_bytes());
+        meta += run.x.meta_floats();
+      }
+      compute(all);
     }
 
-    void compute() const {
-      const std::vector<Run> all = runs();
+    void compute(const std::vector<Run>& all) const {
       std::vector<Piece> tiles, panels;
       const int blocks = w.blocks(), groups = threads();
       for (const Run& run : all) {
@@ -145,8 +143,9 @@ class GatherQmm : public CpuPrimitive {
       const int width = e.activation == Activation::none ? w.n : w.n / 2;
       to.y = static_cast<char*>(e.y) + static_cast<size_t>(run.first) * width * size_of(e.type);
       const auto kernel = run.x.few                 ? kernels->product_few
-                          : run.x.tile == kUnitRows ? kernels->product_tiled
-                                                    : kernels->product;
+                          : run.x.tile != kUnitRows ? kernels->product
+                          : run.x.count == kFloats  ? kernels->product_panels
+                                                    : kernels->product_tiled;
       kernel(m, run.x, to, block0, std::min(w.blocks(), block0 + length), piece.tile0, piece.tile1);
     }
   };

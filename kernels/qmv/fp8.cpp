@@ -2,11 +2,12 @@
 // so x stays float32 and the march of qmv.cpp is done in floats:
 //
 //   lane    one row of w, four codes a dword
-//   code    s eeee mmm, moved to the places of a float32's sign, lowest exponent bits and highest
-//           mantissa bits, is the number times 2^-120, subnormal codes included
+//   code    a float32 after two shifts, a mask and a multiply (fp8.h)
 //   group   sum of code * x over 32 k, one sum for each byte of the dword; then acc += scale * sum
 //
 // Segments, tiles and the end of a row are qmv.cpp's. The order of additions depends on k alone.
+#include "fp8.h"
+
 #include "../common/epilogue.h"
 #include "../common/kernels.h"
 
@@ -14,14 +15,6 @@ namespace qrun::QRUN_NS {
 
 constexpr int kAhead = 8192;
 constexpr int kBytes = 4;  // codes of a dword
-
-// Byte I of each lane as a number. The NaN codes are not seen here: pack.cpp makes scales of them.
-template <int I>
-static inline f32x16 number(i32x16 codes) {
-  i32x16 top = codes;
-  if constexpr (I < 3) top = shl<24 - 8 * I>(codes);
-  return float_of(sra<4>(top) & splat_i((int)0x87f00000)) * splat(0x1p120f);
-}
 
 template <int MT>
 static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int block, int t) {
@@ -47,8 +40,8 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
     for (int c = 0; c < lines; c++, p += 64) {
       prefetch(p + kAhead);
       const i32x16 codes = load_i(p);
-      const f32x16 q[kBytes] = {number<0>(codes), number<1>(codes), number<2>(codes),
-                                number<3>(codes)};
+      const f32x16 q[kBytes] = {fp8_number<0>(codes), fp8_number<1>(codes), fp8_number<2>(codes),
+                                fp8_number<3>(codes)};
       const float* at = x + c % (kChunk / kBytes) * kBytes;
       QRUN_UNROLL
       for (int m = 0; m < MT; m++) QRUN_UNROLL

@@ -59,20 +59,26 @@ Digits digits_of(const Kernels& run, const Matrix& w, int m, int count, bool bri
   // x has many.
   constexpr int kUnitFrom = 9;
   const bool bytes = run.product_tiled && w.group >= 32 && !w.fp8, unit = bytes && m >= kUnitFrom;
+  // Panels of floats for many rows where there are no digits or they are slow: without a dot
+  // product of bytes three of them, or two with a step for every short group
+  // (kernels/qmm/README.md).
+  const bool slow = !run.fast_dots && (count == 3 || (count == 2 && w.group <= 32));
+  const bool panels = !unit && m >= run.panels_from && (w.fp8 || slow);
+  if (panels) d.count = kFloats;
   if (unit && count > 1 && brief) {
     d.count = 1;
     d.exact = true;
   }
   d.few = bytes && !unit && w.group >= 64 && !w.fp4 && (m >= 7 || (m >= 3 && w.k >= 2048));
   const int most = w.fp8 ? 4 : d.few ? 8 : run.max_tile[count];
-  d.tile = unit ? kUnitRows : std::min(tile_height(std::min(m, 8)), most);
+  d.tile = unit || panels ? kUnitRows : std::min(tile_height(std::min(m, 8)), most);
   d.chunk = std::min(d.group, d.few ? 2 * kChunk : kChunk);
   return d;
 }
 
 namespace {
 
-constexpr size_t kAlikeRows = 8;  // up to here any number of rows gives a row the same bits
+constexpr size_t kAlikeRows = 8;  // up to here x has as many digits, and a row the same bits
 
 class Product : public CpuPrimitive {
  public:
@@ -130,7 +136,7 @@ class Product : public CpuPrimitive {
     parallel(tiles, elements < 32768 ? tiles : std::max(1, tiles / (8 * threads())),
              [&](int t0, int t1) { run.prepare(p, d, t0, t1); });
 
-    if (d.tile == kUnitRows) return unit(run, w, d, e);
+    if (d.tile == kUnitRows) return wide(run, w, d, e);
     // A panel of x: as many tiles as stay in a core's L2. Items are (panel, run of blocks); a
     // thread's own follow each other in memory, so that runs may be short and threads end together.
     const size_t tile_bytes = static_cast<size_t>(d.tile) * d.count * d.k;
@@ -153,23 +159,23 @@ class Product : public CpuPrimitive {
     });
   }
 
-  // On a matrix unit: tiles of x in shares of up to 16, w in runs of up to 16 pairs of blocks
-  // (gates and ups come in pairs), which qmm.cpp keeps in L2 together. Items that follow each other
-  // read the same run of w.
-  static void unit(const Kernels& run, const Matrix& w, const Digits& d, const Epilogue& e) {
+  // On a matrix unit, or in panels of floats: tiles of x in shares of up to 16, w in runs of up to
+  // 16 pairs of blocks (gates and ups come in pairs), whose sums stay in L2 together. Items that
+  // follow each other read the same run of w.
+  static void wide(const Kernels& run, const Matrix& w, const Digits& d, const Epilogue& e) {
     constexpr int most = 16;
     const int tiles = (d.tiles() + 1) / 2, shares = (d.tiles() + most - 1) / most;
     const int pairs = (w.blocks() + 1) / 2, even = shares % threads() ? threads() : 1;
     const int runs = std::min(pairs, (pairs + most * even - 1) / (most * even) * even);
+    const auto kernel = d.count == kFloats ? run.product_panels : run.product_tiled;
     const auto part = [](int whole, int i, int of) {
       return static_cast<int>(static_cast<int64_t>(whole) * i / of) * 2;
     };
     parallel(shares * runs, 1, [&](int i0, int i1) {
       for (int i = i0; i < i1; i++) {
         const int s = i % shares, r = i / shares;
-        run.product_tiled(w, d, e, part(pairs, r, runs),
-                          std::min(w.blocks(), part(pairs, r + 1, runs)), part(tiles, s, shares),
-                          std::min(d.tiles(), part(tiles, s + 1, shares)));
+        kernel(w, d, e, part(pairs, r, runs), std::min(w.blocks(), part(pairs, r + 1, runs)),
+               part(tiles, s, shares), std::min(d.tiles(), part(tiles, s + 1, shares)));
       }
     });
   }

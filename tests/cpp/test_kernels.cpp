@@ -34,13 +34,30 @@ std::vector<float> normal(size_t n) {
   return v;
 }
 
+enum Codes { whole, e2m1, e4m3 };
+
+// What a code stands for before scale and bias.
+float value(Codes codes, int code) {
+  if (codes == whole) return code;
+  const int sign_bit = codes == e2m1 ? 3 : 7, mantissa_bits = codes == e2m1 ? 1 : 3;
+  const int exponent_bias = codes == e2m1 ? 1 : 7;
+  const int rest = code & ((1 << sign_bit) - 1), exponent = rest >> mantissa_bits;
+  const int mantissa = rest & ((1 << mantissa_bits) - 1);
+  const int significand = exponent ? mantissa + (1 << mantissa_bits) : mantissa;
+  const double size =
+      std::ldexp(significand, std::max(exponent, 1) - exponent_bias - mantissa_bits);
+  const double number = code >> sign_bit ? -size : size;
+  return codes == e2m1 ? 12 + 2 * number : number;  // as the stream shifts them
+}
+
 // A random stream, float32 scales, and the matrix it stands for.
 struct Sample {
   Matrix m;
   std::vector<uint8_t> stream;
   std::vector<float> dense;  // (n, k)
 
-  Sample(int n, int k, int bits, int group) : m{nullptr, n, k, bits, group, Type::f32, false} {
+  Sample(int n, int k, int bits, int group, Codes codes)
+      : m{nullptr, n, k, bits, group, Type::f32, codes == e2m1, codes == e4m3} {
     stream.resize(m.block_bytes() * m.blocks());
     dense.resize((size_t)n * k);
     const std::vector<float> numbers = normal(2 * (size_t)m.blocks() * kLanes * k / group);
@@ -48,7 +65,10 @@ struct Sample {
     for (int block = 0; block < m.blocks(); block++)
       for (int g = 0; g < k / group; g++) {
         uint8_t* p = stream.data() + block * m.block_bytes() + g * m.group_bytes();
-        for (size_t i = 0; i < m.codes_bytes(); i++) p[i] = (uint8_t)rng();
+        for (size_t i = 0; i < m.codes_bytes(); i++) {
+          p[i] = (uint8_t)rng();
+          if (codes == e4m3 && (p[i] & 127) == 127) p[i] = 0;  // NaN
+        }
         float scales[2 * kLanes];
         for (float& s : scales) s = numbers[next++];
         std::memcpy(p + m.codes_bytes(), scales, sizeof scales);
@@ -59,18 +79,19 @@ struct Sample {
             std::memcpy(&word, p + (dword * kLanes + lane) * 4, 4);
             const int q = word >> bit % 32 & ((1 << bits) - 1);
             dense[(size_t)(block * kLanes + lane) * k + g * group + i] =
-                scales[lane] * q + scales[kLanes + lane];
+                scales[lane] * value(codes, q) + (codes == e4m3 ? 0 : scales[kLanes + lane]);
           }
       }
     m.data = stream.data();
   }
 };
 
-enum Way { vectors, few, unit };  // Kernels::product, product_few, product_tiled
+// Kernels::product, product_few, product_tiled, product_panels
+enum Way { vectors, few, unit, panels };
 
-void product(int rows, int n, int k, int bits, int group, int count, Way way) {
+void product(int rows, int n, int k, int bits, int group, int count, Way way, Codes codes = whole) {
   const Kernels& run = kernels();
-  const Sample w(n, k, bits, group);
+  const Sample w(n, k, bits, group, codes);
   const std::vector<float> x = normal((size_t)rows * k), bias = normal(n);
   std::vector<float> y((size_t)rows * n);
   Digits d{};
@@ -80,14 +101,15 @@ void product(int rows, int n, int k, int bits, int group, int count, Way way) {
   d.count = count;
   d.even_odd = bits == 4;
   d.few = way == few;
-  d.tile = way == unit  ? kUnitRows
-           : way == few ? tile_height(rows)
-                        : std::min(tile_height(std::min(rows, 8)), run.max_tile[count]);
+  const int most = count == kFloats ? 4 : run.max_tile[count];
+  d.tile = way == unit || way == panels ? kUnitRows
+           : way == few                 ? tile_height(rows)
+                                        : std::min(tile_height(std::min(rows, 8)), most);
   d.chunk = way == few ? 2 * kChunk : kChunk;
   const size_t padded = (size_t)d.tiles() * d.tile;
-  std::vector<int8_t> digits(padded * count * k * d.bytes());
+  std::vector<float> digits(padded * count * k * d.bytes() / sizeof(float));
   std::vector<float> meta(padded * 2 * (k / group));
-  d.digits = digits.data();
+  d.digits = reinterpret_cast<int8_t*>(digits.data());
   d.meta = meta.data();
   const Prologue p{x.data(), Type::f32, nullptr, Type::f32, 0, nullptr};
   Epilogue e{};
@@ -95,8 +117,11 @@ void product(int rows, int n, int k, int bits, int group, int count, Way way) {
   e.scale = 1;
   e.bias = bias.data();
   parallel(d.tiles(), 1, [&](int a, int b) { run.prepare(p, d, a, b); });
-  const auto kernel = way == unit ? run.product_tiled : way == few ? run.product_few : run.product;
-  const int step = way == unit ? 34 : way == few ? 3 : 1;
+  const auto kernel = way == unit     ? run.product_tiled
+                      : way == few    ? run.product_few
+                      : way == panels ? run.product_panels
+                                      : run.product;
+  const int step = way == unit || way == panels ? 34 : way == few ? 3 : 1;
   parallel(w.m.blocks(), step, [&](int a, int b) { kernel(w.m, d, e, a, b, 0, d.tiles()); });
   for (int m = 0; m < rows; m++)
     for (int i = 0; i < n; i++) {
@@ -106,7 +131,7 @@ void product(int rows, int n, int k, int bits, int group, int count, Way way) {
         sum += term;
         size += std::abs(term);
       }
-      const double allowed = size * (count == 3 ? 1e-6 : count == 2 ? 1e-4 : 2e-2);
+      const double allowed = size * (count >= 3 ? 1e-6 : count == 2 ? 1e-4 : 2e-2);
       check(std::abs(y[(size_t)m * n + i] - sum) <= allowed, "product", rows, n, k);
     }
 }
@@ -222,6 +247,18 @@ int main(int argc, char** argv) {
           product(rows, 16, 640, bits, 64, count, unit);
           product(rows, 150, 256, bits, 128, count, unit);
         }
+    for (int rows : {1, 3, 9, 17}) {
+      for (Way way : {vectors, panels}) {
+        product(rows, 37, 608, 8, 32, kFloats, way, e4m3);
+        product(rows, 150, 64, 8, 32, kFloats, way, e4m3);
+      }
+      product(rows, 37, 608, 4, 16, kFloats, panels, e2m1);
+      product(rows, 3, 640, 4, 32, kFloats, panels, e2m1);
+      product(rows, 37, 96, 4, 32, kFloats, panels);
+      product(rows, 16, 640, 8, 64, kFloats, panels);
+      product(rows, 150, 256, 4, 128, kFloats, panels);
+    }
+    product(280, 1100, 64, 4, 64, kFloats, panels);  // more of both than wait at once
     if (kernels().product_tiled)
       for (int bits : {4, 8})
         for (int count : {1, 2, 3}) {
