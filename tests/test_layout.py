@@ -22,6 +22,7 @@ MORE = {
     "cuda_launch",
     "cuda_program",
     "cuda_tiles",
+    "cpu_arm",
     "cpu_layer",
     "cpu_memory",
     "cpu_products",

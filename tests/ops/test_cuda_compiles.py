@@ -21,7 +21,7 @@ from tests.ops import cuda_sources
 
 NVCC = shutil.which("nvcc")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
-BATCH = 12  # kernels a call of nvcc: reading CUDA's headers takes longer than most kernels
+BATCH = 48  # kernels a call of nvcc: reading CUDA's headers takes as long as three kernels
 
 
 def _problems(label: str, log: str) -> list[str]:
