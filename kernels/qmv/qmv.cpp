@@ -18,8 +18,13 @@
 
 namespace qrun::QRUN_NS {
 
-// Bytes: from memory into L2, and on into L1. 1 KB ahead from memory is worse than none.
+// Bytes: from memory into L2, and on into L1. 1 KB ahead from memory is worse than none. Without a
+// byte dot product instructions are what is short: there one prefetch a line, all the way.
 constexpr int kAhead = 8192, kNear = 4096;
+static inline void ask_for(const uint8_t* p) {
+  if constexpr (kFastDots) prefetch(p + kAhead);
+  prefetch_near(p + kNear);
+}
 
 #ifdef QRUN_PAIR_SUMS
 // s += the dot products of LINES lines of 4-bit codes with MT*D runs of digits, where a byte dot
@@ -98,8 +103,7 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
     for (int c = 0; c < chunks; c++) {
       QRUN_UNROLL
       for (int i = 0; i < LINES; i++) {
-        prefetch(p + i * 64 + kAhead);
-        prefetch_near(p + i * 64 + kNear);
+        ask_for(p + i * 64);
         if constexpr (pair_sums) continue;
         i32x16 codes = load_i(p + i * 64);
         if constexpr (BITS == 8) {
@@ -130,8 +134,7 @@ static void tile(const Matrix& w, const Digits& digits, const Epilogue& e, int b
       p += LINES * 64;
       x += MT * D * CHUNK;
     }
-    prefetch(p + kAhead);
-    prefetch_near(p + kNear);
+    ask_for(p);
     f32x16 scale = load(p, w.scales), bias = load(p + scales_bytes, w.scales);
     p += 2 * scales_bytes;
     QRUN_UNROLL
