@@ -69,8 +69,8 @@ def qmv(
 def few_tile(x: mx.array, m: QuantizedMatrix, norm: Norm | None) -> QmvTile:
     """Clusters are not for MLX to launch, nor for norms, which want all of a row."""
     alike, clusters = x.dtype == m.scale_dtype, generation() == 9 and alone() and norm is None
-    scale_bytes = m.scale_dtype.size
-    return qmv_tile(x.shape[0], m.n, m.k, m.spec.group_size, scale_bytes, alike, clusters)
+    shape = (x.shape[0], m.n, m.k, m.spec.group_size)
+    return qmv_tile(*shape, m.scale_dtype.size, alike, clusters, norm is not None)
 
 
 def _qmv(

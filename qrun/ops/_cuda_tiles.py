@@ -98,8 +98,11 @@ def qmv_tile(
     scale_bytes: int = 2,
     alike: bool = False,
     clusters: bool = False,
+    norm: bool = False,
 ) -> QmvTile:
-    """alike: scales are of x's type. clusters: a cluster may share K. Up to 16 rows if `alike`.
+    """alike: scales are of x's type. clusters: a cluster may share K. norm: one stands in front.
+
+    Up to 16 rows if `alike`.
 
     A tile of fewer rows than there are: x does not fit, several blocks read the same w.
     """
@@ -118,7 +121,7 @@ def qmv_tile(
     most = min(8, group // 8)  # two passes of the tensor cores: more want too many registers
     rows = ceil_div(rows, ceil_div(rows, most))
     while True:
-        tile = _qmv_tile(rows, n, k, group, scale_bytes)
+        tile = _qmv_tile(rows, n, k, group, scale_bytes, norm and rows == 1)
         if tile.shared(n, k, group) <= room // tile.blocks - 1024:
             return tile
         rows = ceil_div(rows, 2)
@@ -149,9 +152,10 @@ def _dequantized_tile(rows: int, n: int, k: int, splits: int) -> QmvTile:
     return QmvTile(rows, take, warps, teams, 1, ahead, True, splits)
 
 
-def _qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int) -> QmvTile:
+def _qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int, norm: bool) -> QmvTile:
     """What 3,484 timings of 23 shapes with 1, 2, 4 and 8 rows came down to: 1 % behind the best
-    tile on average, 13 % at worst (kernels/qmv/WORKLOG.md).
+    tile on average, 13 % at worst; behind a norm, what whole decode steps said
+    (kernels/qmv/WORKLOG.md).
     """
     steps, tiles = ceil_div(k, STEP), ceil_div(n, 16)
     few, many = tiles <= SMS, tiles > 4 * SMS
@@ -163,6 +167,9 @@ def _qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int) -> QmvTil
     else:
         long = many and steps >= 32 and (rows <= 4 or slim)
     fours = ceil_div(steps, 4)
+    norm = norm and slim
+    if norm:  # more warps share it
+        long = False
     if long and scale_bytes == 2 and k % (4 * STEP) == 0 and fours % ceil_div(fours, 16) == 0:
         take, widest = 4, 16
     else:
@@ -182,6 +189,8 @@ def _qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int) -> QmvTil
         room = 2 if 2 * warps <= most and not (even and warps >= 12) else 1
     else:
         room = min(4, most // warps)
+    if norm and warps >= 8 and not many:
+        room = 1
     beside = 2 if tiles <= 2 * SMS else 4
     if beside > room:
         beside = room if many else 1

@@ -16,8 +16,8 @@ def test_qmv_tiles_are_what_the_kernel_bears(group: int, scales: str) -> None:
     lengths = [*range(group, 20 * group, group), 1024, 2048, 2560, 4096, 8192, 9728, 14336, 28672]
     for k in (*lengths, tiles.LONGEST - group, tiles.LONGEST):
         for n in (1, 16, 576, 2112, 2113, 3072, 4096, 6144, 8449, 28672, 151936):
-            for rows in range(1, 17):
-                tile = tiles.qmv_tile(rows, n, k, group, scale_bytes, alike, clusters)
+            for rows, norm in [(1, True), *((m, False) for m in range(1, 17))]:
+                tile = tiles.qmv_tile(rows, n, k, group, scale_bytes, alike, clusters, norm)
                 steps = ceil_div(ceil_div(k, tiles.STEP), tile.splits)
                 assert 1 <= tile.rows <= (16 if alike else min(rows, 8))
                 assert 1 <= tile.warps <= ceil_div(steps, tile.take)
