@@ -5,10 +5,9 @@
 //   tile    16 rows of x, (k, 16 rows): what meets one k of w is one line
 //   panel   up to 128 k of 16 blocks of w, dequantized once, (block group, k, its rows of w): L2
 //   grid    some rows of a tile times one or two blocks. Its sums stay in registers for 32 k: a
-//   step
-//           is one vector of w a block and one number of x a row
-//   sums    of up to 16 tiles times those blocks, to which the grids' are added: L1, between panels
-//   L2
+//           step is one vector of w a block and one number of x a row
+//   sums    of up to 16 tiles times those blocks, to which the grids' are added: in L1, and
+//           between panels in L2
 //
 // All in float32. Registers add up 32 k only: in one chain the small steps would meet large sums.
 #include "../common/epilogue.h"
@@ -121,8 +120,9 @@ static inline void grid(const float* x, const float* w, int depth, bool first, f
     QRUN_UNROLL
     for (int r = 0; r < ROWS; r++) QRUN_UNROLL
     for (int b = 0; b < kGridBlocks; b++) acc[r][b] = splat(0);
-    _Pragma("GCC unroll 4") for (const int end = k + kSummed < depth ? k + kSummed : depth; k < end;
-                                 k++) {
+    const int end = k + kSummed < depth ? k + kSummed : depth;
+#pragma GCC unroll 4
+    for (; k < end; k++) {
       f32x16 v[kGridBlocks];
       QRUN_UNROLL
       for (int b = 0; b < kGridBlocks; b++) v[b] = load(w + b * kLanes);
@@ -164,6 +164,8 @@ static void run(const Matrix& w, const Digits& x, const Epilogue& e, int block0,
     const int left = x.m - (tile0 + t) * kUnitRows;
     return left < kUnitRows ? left : kUnitRows;
   };
+  if (blocks < groups * kGridBlocks)  // a block that is not there: not whatever memory held before
+    for (int k = 0; k < kPanel; k++) store(s.panels[groups - 1][k] + kWidth - kLanes, splat(0));
   for (int k = 0; k < x.k; k += kPanel) {
     const int depth = x.k - k < kPanel ? x.k - k : kPanel;
     for (int b = 0; b < blocks; b++)

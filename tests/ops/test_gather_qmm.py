@@ -162,6 +162,35 @@ def test_odd_shapes_on_every_instruction_set(
 
 
 @pytest.mark.native
+@pytest.mark.parametrize("instructions", instruction_sets())
+@pytest.mark.parametrize("activation", ["none", "swiglu"])
+@pytest.mark.parametrize("mode", ["affine", "mxfp8"])
+def test_a_run_is_its_experts_product(mode: str, activation: str, instructions: str) -> None:
+    """Bit for bit, with few rows and with many, whichever kernel takes them."""
+    from qrun import _ext
+
+    bits, n, k = 8 if mode == "mxfp8" else 4, 82, 576
+    m, _ = some(bits, 32, mode, 3, n, k)
+    expert = np.repeat(np.arange(3), [2, 17, 40]).astype(np.int32)
+    x = inputs(len(expert), k, "float32")
+    options = {"scale_dtype": mx.float16, "mode": mode, "activation": activation}
+    best = _ext.isa()
+    _ext.force_isa(instructions)
+    try:
+        packed = _ext.pack(m.w, m.scales, m.biases, bits, 32, count=3, mode=mode)
+        got = _ext.gather_qmm(x, packed, mx.array(expert), None, 3, n, k, bits, 32, **options)
+        for e in range(3):
+            rows = slice(e * n, (e + 1) * n)
+            biases = None if m.biases is None else m.biases[rows]
+            own = _ext.pack(m.w[rows], m.scales[rows], biases, bits, 32, mode=mode)
+            here = mx.array(np.flatnonzero(expert == e))
+            want = _ext.qmv(x[here], own, n, k, bits, 32, **options)
+            np.testing.assert_array_equal(f64(got[here]), f64(want))
+    finally:
+        _ext.force_isa(best)
+
+
+@pytest.mark.native
 @pytest.mark.parametrize(("row", "expert"), [(2, 0), (-1, 0), (0, 5), (0, -1)])
 def test_an_index_outside_is_an_error(row: int, expert: int) -> None:
     m, _ = experts(4, 32, "affine")
