@@ -198,7 +198,7 @@ def _qmv_tile(rows: int, n: int, k: int, group: int, scale_bytes: int, norm: boo
     several = tiles > (2 * beside if beside > 1 else 1) * SMS
     ahead = several and even and slim and take > 1 and rows <= 4 and (take < 4 or beside == 1)
     # Few rows: blocks in place of teams, each with an x of its own.
-    apart = rows <= 2 and warps <= 8 and warps * take >= 8 * rows
+    apart = rows <= 2 and warps <= (12 if norm else 8) and warps * take >= 8 * rows
     teams, blocks = (1, beside) if apart else (beside, 1)
     return QmvTile(rows, take, warps, teams, blocks, ahead)
 

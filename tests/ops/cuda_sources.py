@@ -73,9 +73,9 @@ def _products(generation: int) -> None:
                     wide = _matrix(m.spec, scales, n)
                     _cuda.qmv(x, wide, **(none if dtype == f16 else all_behind(x, n)))
             if dtype == scales == bf16:  # behind a norm one row has tiles of its own
-                for n in (3000, 9000):
-                    x = mx.zeros((1, 2048), dtype)
-                    _cuda.qmv(x, _matrix(m.spec, scales, n, 2048), **all_behind(x, n))
+                for n, k in ((3000, 2048), (9000, 2048), (9000, 2560)):
+                    x = mx.zeros((1, k), dtype)
+                    _cuda.qmv(x, _matrix(m.spec, scales, n, k), **all_behind(x, n))
             # One for each number of steps a take, and of warps.
             for k in (640, 1024, 2048, 9728, 14336) if dtype == bf16 else ():
                 for n in (8, 3000, 9000) if group == 64 else (3000,):
