@@ -39,9 +39,31 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "native: needs the CPU kernels of qrun._ext")
+    config.addinivalue_line("markers", "alone: wants an error from a running task")
     if not NATIVE:
         # Said once, by test_hardware; every load would say it again.
         config.addinivalue_line("filterwarnings", "ignore:.*using MLX's own slow CPU product")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is `alone` has a process of its own.
+
+    Where a task fails, MLX may count another one as under way for ever, and with two of those a
+    later eval may wait for good.
+    """
+    if pyfuncitem.get_closest_marker("alone") is None or os.environ.get("QRUN_TEST_ALONE"):
+        return None
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", pyfuncitem.nodeid],
+        env={**os.environ, "QRUN_TEST_ALONE": "1"},
+        cwd=pyfuncitem.config.rootpath,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    return True
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:

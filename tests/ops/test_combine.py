@@ -27,6 +27,7 @@ def test_equals_float64_to_one_rounding(
     assert np.abs(f64(got) - want).max() <= ulp(size, dtype) / 2 + 4 * ulp(size, "float32")
 
 
+@pytest.mark.alone
 @pytest.mark.native
 def test_a_place_outside_is_an_error() -> None:
     place, share, x = mx.array([[3]], mx.int32), mx.ones((1, 1)), mx.ones((3, 16))

@@ -182,6 +182,7 @@ def test_rope(isa: str, case: tuple, dtype: str, kv_dtype: str, norms: bool) -> 
     np.testing.assert_array_equal(ref.f64(v), ref.f64(v_out))
 
 
+@pytest.mark.alone
 def test_a_full_cache_is_an_error(isa: str) -> None:
     k = mx.zeros((1, 1, 8, 16))
     with pytest.raises(RuntimeError, match="9 keys in a cache of 8"):

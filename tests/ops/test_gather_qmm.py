@@ -190,6 +190,7 @@ def test_a_run_is_its_experts_product(mode: str, activation: str, instructions: 
         _ext.force_isa(best)
 
 
+@pytest.mark.alone
 @pytest.mark.native
 @pytest.mark.parametrize(("row", "expert"), [(2, 0), (-1, 0), (0, 5), (0, -1)])
 def test_an_index_outside_is_an_error(row: int, expert: int) -> None:
